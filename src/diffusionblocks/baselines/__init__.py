@@ -1,0 +1,1 @@
+"""What block-wise training is compared with, through the same `fit`. Loaded by name; the core works without."""
