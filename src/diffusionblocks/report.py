@@ -1,0 +1,153 @@
+"""Tables and pictures of what was measured, for the terminal and as files."""
+
+import base64
+import csv
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from diffusionblocks.checkpoint import read_json, write_atomic
+from diffusionblocks.errors import InputError
+from diffusionblocks.memory import KINDS
+
+MIB = 2**20
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+STYLE = """body { font: 16px/1.5 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse } tr { border-top: 1px solid #ccc } td, th { padding: .2em .8em; text-align: right }
+td:first-child, th:first-child { text-align: left } img { max-width: 100% }"""
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+
+
+def comparison_cells(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the comparison, as text."""
+    head = [
+        "method",
+        "test accuracy",
+        *KINDS,
+        "total",
+        "seconds",
+        "layer evaluations",
+    ]
+    rows = []
+    for row in comparison["rows"]:
+        peak = row["peak_bytes"]
+        rows.append(
+            [
+                row["method"].replace("_", " "),
+                f"{100 * row['test_accuracy']:.1f} %",
+                *(f"{peak[kind] / MIB:.1f}" for kind in (*KINDS, "total")),
+                f"{row['seconds']:.0f}",
+                f"{row['layer_evaluations']:,}",
+            ]
+        )
+    return head, rows
+
+
+def comparison_table(comparison: dict[str, Any]) -> Table:
+    head, rows = comparison_cells(comparison)
+    table = Table(title=f"{comparison['recipe']}, seed {comparison['seed']}: peak training memory by kind, MiB")
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def loss_curve(folder: Path, part: str) -> tuple[list[int], list[float]]:
+    """Updates and training losses of a part, joined over the stretches of a resumed run."""
+    losses: dict[int, float] = {}
+    for file in sorted((folder / "logs" / part).glob("from-*/metrics.csv")):
+        start = int(file.parent.name.removeprefix("from-"))
+        # A stretch that was killed may have logged updates that its successor did again.
+        losses = {update: loss for update, loss in losses.items() if update < start}
+        with open(file, newline="") as rows:
+            losses.update({int(row["step"]): float(row["loss"]) for row in csv.DictReader(rows) if row.get("loss")})
+    return list(losses), list(losses.values())
+
+
+def curves_of(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
+    parts = sorted(path.name for path in (folder / "logs").glob("*") if path.is_dir())
+    return {part: loss_curve(folder, part) for part in parts}
+
+
+def draw_comparison(comparison: dict[str, Any], folder: Path, path: Path) -> None:
+    """Loss curves of every part of every method, and the memory bars, as one PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, bars = figure.subplots(1, 2)
+    index = 0
+    for row in comparison["rows"]:
+        if row["method"] not in ("blocks", "end_to_end"):
+            continue  # with checkpointing the curves are the same
+        for part, (updates, losses) in curves_of(folder / row["method"]).items():
+            label = "end to end" if row["method"] == "end_to_end" else part.replace("-", " ")
+            curves.plot(updates, smooth(losses), label=label, color=COLOURS[index % len(COLOURS)], linewidth=1.3)
+            index += 1
+    curves.set(xlabel="update of the part", ylabel="training cross-entropy, nats", title="Loss of each part")
+    curves.set_ylim(bottom=0)
+    curves.legend(frameon=False)
+    _draw_bars(bars, comparison["rows"])
+    write_atomic(path, lambda draft: figure.savefig(draft, format="png", dpi=120))
+
+
+def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    names = [row["method"].replace("_", " ") for row in rows]
+    left = [0.0] * len(rows)
+    for kind, colour in zip(KINDS, COLOURS, strict=False):
+        widths = [row["peak_bytes"][kind] / MIB for row in rows]
+        axes.barh(names, widths, left=left, label=kind, color=colour)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for index, total in enumerate(left):
+        axes.text(total, index, f" {total:.1f}", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.12 * max(left))
+    axes.set(xlabel="MiB at the peak of a training step", title="Training memory, counted")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def smooth(values: Sequence[float], window: int = 10) -> list[float]:
+    """The mean over the last `window` values."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def write_html(comparison_folder: Path) -> Path:
+    """One page of a comparison's folder: the table, the picture and the settings; returns its path.
+
+    Raises:
+        InputError: the folder holds no comparison.json.
+    """
+    source = comparison_folder / "comparison.json"
+    if not source.exists():
+        raise InputError(f"{comparison_folder} holds no comparison.json: run `diffusionblocks compare` into it first")
+    comparison = read_json(source)
+    picture = comparison_folder / "comparison.png"
+    draw_comparison(comparison, comparison_folder, picture)
+    head, rows = comparison_cells(comparison)
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    encoded = base64.b64encode(picture.read_bytes()).decode()
+    page = f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<title>{html.escape(comparison["recipe"])}</title><style>{STYLE}</style>
+<h1>{html.escape(comparison["recipe"])}, seed {comparison["seed"]}</h1>
+<table><tr>{"".join(f"<th>{html.escape(name)}</th>" for name in head)}</tr>{cells}</table>
+<p>Memory is the bytes of all live tensors at the peak of a training step, in MiB. All test samples are used.</p>
+<img alt="loss curves and memory" src="data:image/png;base64,{encoded}">
+<h2>Settings</h2><pre>{html.escape(json.dumps(comparison["settings"], indent=1))}</pre></html>
+"""
+    path = comparison_folder / "report.html"
+    write_atomic(path, lambda draft: _write(draft, page))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
