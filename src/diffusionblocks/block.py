@@ -64,9 +64,9 @@ class ConditionedLayer(nn.Module):
         noisy = self.modulation(condition)[:, None].chunk(6, dim=-1)
         fixed = self.modulation.bias.chunk(6)
         scale1, shift1, gate1, scale2, shift2, gate2 = zip(fixed, noisy, strict=True)
-        inner = self.attention(_affine(self.norm1(h), 1, scale1, shift1, context), context)
+        inner = self.attention(_affine(self.norm1(h), 1.0, scale1, shift1, context), context)
         h = h + _affine(inner, self.gates, gate1, None, context)
-        inner = self.mlp(_affine(self.norm2(h), 1, scale2, shift2, context))
+        inner = self.mlp(_affine(self.norm2(h), 1.0, scale2, shift2, context))
         return h + _affine(inner, self.gates, gate2, None, context)
 
 

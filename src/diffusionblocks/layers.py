@@ -58,9 +58,10 @@ class Patches(nn.Module):
 def unit_norm(vectors: Float[Tensor, "*n dim"]) -> Float[Tensor, "*n dim"]:
     """Each vector scaled to length 1, in float32 inside: zero and tiny ones stay finite in fp16 and bf16 too."""
     wide = vectors.float()
-    # Scaled by the largest entry first, or the squares of tiny entries would underflow.
-    wide = wide / wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=1e-12)).to(vectors.dtype)
+    # Scaled by the largest entry first, or the squares of tiny entries would underflow. Zero keeps a finite gradient.
+    largest = wide.detach().abs().amax(-1, keepdim=True)
+    wide = wide / torch.where(largest > 0, largest, 1)
+    return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=0.5)).to(vectors.dtype)
 
 
 def simplex_codes(classes: int) -> Float[Tensor, "classes dim"]:
