@@ -162,14 +162,18 @@ def test_little_noise_reveals_the_entropy_and_much_noise_nothing(frequencies: li
     assert law.bits(law.sigma_max) == pytest.approx(0, abs=1e-3)
 
 
-def test_bits_of_two_codes_agree_with_an_integral() -> None:
-    # I(y; y + sigma eps) for y = +-1 alike: 1 - E log2(1 + exp(-2 (1 + sigma eps) / sigma^2)).
-    law = equal_information(torch.tensor([[1.0], [-1.0]]))
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_bits_of_two_codes_agree_with_an_integral(share: float) -> None:
+    # y = +1 with probability p, else -1: I = h(p) - E log2(1 + odds against y given z), over both targets.
+    law = equal_information(torch.tensor([[1.0], [-1.0]]), [share, 1 - share])
+    eps = np.linspace(-10, 10, 20_001)
+    density = np.exp(-(eps**2) / 2) / math.sqrt(2 * math.pi) * (eps[1] - eps[0])
     for sigma in (0.3, 0.7, 1.5, 5.0):
-        eps = np.linspace(-10, 10, 20_001)
-        density = np.exp(-(eps**2) / 2) / math.sqrt(2 * math.pi)
-        lost = np.logaddexp(0, -2 * (1 + sigma * eps) / sigma**2) / math.log(2)
-        assert law.bits(sigma) == pytest.approx(1 - float((density * lost).sum() * (eps[1] - eps[0])), abs=0.01)
+        bits = 0.0
+        for p in (share, 1 - share):
+            lost = np.logaddexp(0, math.log((1 - p) / p) - 2 * (1 + sigma * eps) / sigma**2) / math.log(2)
+            bits -= p * (math.log2(p) + float((density * lost).sum()))
+        assert law.bits(sigma) == pytest.approx(bits, abs=0.01)
 
 
 def test_equal_information_maps_levels_and_shares_to_each_other() -> None:
@@ -255,7 +259,7 @@ def test_scalings_are_the_recorded_ones(sigma: str) -> None:
 def mean_weight(partition: Partition, block: int, points: int = 100_000) -> float:
     """E w(sigma) over the law restricted to the training range."""
     at_low, at_high = partition.law.mass(partition.training_range(block))
-    # Midpoints in t, where t^4 is the share below: w rises steeply towards sigma_min, so the last shares are cut finest.
+    # Midpoints in t, t^4 being the share below: w rises steeply towards sigma_min, so those shares are cut finest.
     t = (np.arange(points) + 0.5) / points
     levels = partition.law.level(at_low - (at_low - at_high) * t**4)
     return float((Preconditioning(0.5).weight(torch.from_numpy(levels)).numpy() * 4 * t**3).mean())

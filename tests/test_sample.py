@@ -119,6 +119,8 @@ def walk_to_the_points(step: Step, steps: int = 24) -> tuple[Tensor, Tensor, Fin
     beliefs = list(walk(fake, plan, z, inputs, spy))
     assert [call for call, _ in beliefs] == list(plan)
     assert all(belief.shape == (64, 3) for _, belief in beliefs)
+    # A call's belief is the one at its own level, not the one of Heun's second look.
+    torch.testing.assert_close(beliefs[0][1].exp(), fake.data.posterior(z, 80.0))
     return beliefs[-1][1], torch.cat(states[-2:]), fake
 
 
@@ -129,6 +131,10 @@ def test_walk_lands_on_the_points(step: Step) -> None:
     assert float(nearest.values.max()) < 0.02
     assert set(nearest.indices.tolist()) == {0, 1, 2}
     assert torch.equal(belief.argmax(1), nearest.indices)
+    # Batches are put together in the order of z, and each call of the plan is one step of its own.
+    levels = LogNormal().level(np.linspace(0, 1, 25)).tolist()
+    whole = integrate(FiniteSet(POINTS), start_state("random", 64, 2, 80.0, seed=3).double(), levels, step)
+    torch.testing.assert_close(state, whole, rtol=0, atol=1e-6)
 
 
 def test_walk_with_the_printed_sign_would_land_nowhere() -> None:

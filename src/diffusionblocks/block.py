@@ -75,7 +75,8 @@ Streams = tuple[Tensor, Tensor]  # the context's value [width], and the noisy to
 
 def _affine(h: Tensor, start: float, scale: Streams, shift: Streams | None, context: int) -> Tensor:
     """h * (start + scale) + shift, each stream by its own values."""
-    parts = [h] if context == 0 else [h[:, :context], h[:, context:]]
+    # One split, not two slices: the gradient of a slice is a full tensor of zeros.
+    parts = [h] if context == 0 else h.split([context, h.shape[1] - context], dim=1)
     streams = (1,) if context == 0 else (0, 1)
     parts = [part * (start + scale[stream]) for part, stream in zip(parts, streams, strict=True)]
     if shift is not None:

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from diffusionblocks.errors import InputError
 
 FORMAT = 1
+# Fields of a manifest that are kept for the reader: where it was trained, and the walk it was meant for.
+REMARKS = {"environment", "inference"}
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
@@ -86,7 +88,7 @@ class RunFolder:
 
     Args:
         manifest: what the folder must hold. Written if the folder is new; else every field of it must agree, and the
-            `InputError` names the first that doesn't. The field "environment" is kept for the reader only.
+            `InputError` names the first that doesn't, but for `REMARKS`.
     """
 
     def __init__(self, path: Path | str, manifest: dict[str, Any]) -> None:
@@ -95,9 +97,11 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise InputError(f"output folder {path} is a file: choose a folder") from error
+        # Listed before the manifest is looked for: another process may be writing it. Drafts are a killed run's.
+        foreign = [entry for entry in self.path.iterdir() if entry.suffix != ".tmp"]
         if (self.path / "manifest.json").exists():
             check_same(manifest, read_json(self.path / "manifest.json"), str(self.path))
-        elif any(self.path.iterdir()):
+        elif foreign:
             raise InputError(f"output folder {path} holds other things than a run: choose a new or an empty folder")
         else:
             write_json(self.path / "manifest.json", manifest)
@@ -114,21 +118,26 @@ class RunFolder:
         return read_json(sidecar) if sidecar.exists() and self.weights_file(part).exists() else None
 
     def save_state(self, part: str, state: State) -> None:
-        header = {"update": str(state.update), "figures": json.dumps(state.figures)}
+        header = {"part": part, "update": str(state.update), "figures": json.dumps(state.figures)}
         write_atomic(self.state_file(part), lambda draft: save_file(state.tensors, draft, header))
 
     def load_state(self, part: str) -> State | None:
         """The last state saved for a part, or None."""
         path = self.state_file(part)
+        for draft in self.path.glob(f".{part}.*.tmp"):  # of a killed run
+            draft.unlink(missing_ok=True)
         if not path.exists():
             return None
         tensors, header = read_tensors(path)
+        if header.get("part") != part:
+            raise InputError(f"{path} isn't a saved state of {part}: delete it to train {part} again, or restore it")
         return State(int(header["update"]), tensors, json.loads(header["figures"]))
 
     def finish(self, part: str, tensors: dict[str, Tensor], figures: dict[str, Any]) -> None:
         """Writes a part's weights, then its figures and checksum, then drops its state: a kill in between is safe."""
         path = self.weights_file(part)
-        write_atomic(path, lambda draft: save_file(tensors, draft, {"part": part, "format": str(FORMAT)}))
+        # One header field: safetensors writes several in a random order, and the bytes must not differ.
+        write_atomic(path, lambda draft: save_file(tensors, draft, {"part": part}))
         facts = {"part": part, "sha256": sha256(path), "bytes": path.stat().st_size, **figures}
         write_json(self.path / f"{part}.json", facts)
         self.state_file(part).unlink(missing_ok=True)
@@ -140,7 +149,7 @@ class RunFolder:
             InputError: not trained yet, file missing, truncated, changed since it was written, or of another part.
         """
         tensors = self.verified(part)
-        expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in own_tensors(module).items()}
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if expected != found:
             name = min(set(expected.items()) ^ set(found.items()))[0]
@@ -148,7 +157,7 @@ class RunFolder:
                 f"{self.weights_file(part)} belongs to another network: '{name}' is {found.get(name, 'missing')} "
                 f"there and {expected.get(name, 'unknown')} here; use the recipe it was trained with"
             )
-        module.load_state_dict(tensors, strict=True)
+        load_own_tensors(module, tensors)
 
     def verified(self, part: str) -> dict[str, Tensor]:
         """A finished part's tensors, after its checksum and its name were compared with what was written down."""
@@ -172,7 +181,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def check_same(expected: Any, found: Any, where: str, field: str = "") -> None:
     """Compares manifests field by field; the `InputError` names the first field that differs."""
     if isinstance(expected, dict) and isinstance(found, dict):
-        for name in sorted({*expected, *found} - {"environment"}):
+        for name in sorted({*expected, *found} - (set() if field else REMARKS)):
             check_same(expected.get(name), found.get(name), where, f"{field}.{name}" if field else name)
     elif json.loads(json.dumps(expected)) != found:
         raise InputError(
@@ -233,13 +242,28 @@ def _refuse_shared_names(parts: dict[str, dict[str, Tensor]]) -> None:
             owners[name] = part
 
 
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict with each tensor once: a joint shell, which every block reaches, under its first name."""
+    names: dict[Tensor, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, name)
+    return {name: tensor.detach().contiguous() for tensor, name in names.items()}
+
+
+def load_own_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `own_tensors`, as strict as `load_state_dict`."""
+    if tensors.keys() != own_tensors(module).keys():
+        raise ValueError("the names of the tensors aren't those of the module")
+    module.load_state_dict(tensors, strict=False)
+
+
 def training_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None) -> dict[str, Tensor]:
     """Weights, optimizer states and EMA as one flat table of tensors."""
-    tensors = {f"module/{name}": tensor for name, tensor in module.state_dict().items()}
+    tensors = {f"module/{name}": tensor for name, tensor in own_tensors(module).items()}
     for index, states in optimizer.state_dict()["state"].items():
         tensors.update({f"optimizer/{index}/{key}": value for key, value in states.items()})
     if average is not None:
-        tensors.update({f"average/{name}": tensor for name, tensor in average.state_dict().items()})
+        tensors.update({f"average/{name}": tensor for name, tensor in own_tensors(average).items()})
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
@@ -247,9 +271,9 @@ def restore_training_state(
     tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None
 ) -> None:
     """The inverse of `training_state`."""
-    module.load_state_dict(_under("module/", tensors))
+    load_own_tensors(module, _under("module/", tensors))
     if average is not None:
-        average.load_state_dict(_under("average/", tensors))
+        load_own_tensors(average, _under("average/", tensors))
     states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in _under("optimizer/", tensors).items():
         index, key = name.split("/")

@@ -60,6 +60,10 @@ class DataSettings:
     train_examples: int | None = None
     augment: str = "none"
 
+    def __post_init__(self) -> None:
+        if self.root is not None and (self.source == "digits" or self.source.startswith("hf:")):
+            raise InputError(f"data.root has no effect on {self.source}, which brings its own data: leave it out")
+
 
 @dataclass(frozen=True)
 class InferenceSettings:

@@ -98,7 +98,8 @@ def load_images(source: str, root: str | None = None, train_examples: int | None
         raise InputError(f"{source} has train and test images of different sizes: give both the same")
     classes = int(splits["train"].labels.max()) + 1
     if splits["test"].labels.max() >= classes:
-        raise InputError(f"{source} has test labels up to {splits['test'].labels.max()}, but trains {classes} classes")
+        largest = splits["test"].labels.max()
+        raise InputError(f"{source} has test labels up to {largest}, but trains {classes} classes: give both the same")
     validation, train = _cut(splits["train"], max(1, len(splits["train"]) // 10), "validation")
     if train_examples is not None:
         if not classes <= train_examples <= len(train):
@@ -145,28 +146,28 @@ def _digits() -> Arrays:
 
 
 def _checked(name: str, images: NDArray[Any], labels: NDArray[Any]) -> Split:
-    if len(images) == 0 or len(images) != len(labels):
-        raise InputError(f"{name} has {len(images)} images and {len(labels)} labels: it needs one label for each image")
-    if not np.isfinite(images).all():
+    if len(images) == 0 or len(images) != len(labels) or len(labels) != labels.size:
+        raise InputError(f"{name} has {len(images)} images and {labels.size} labels: it needs one label for each image")
+    if np.issubdtype(images.dtype, np.inexact) and not np.isfinite(images).all():
         raise InputError(f"{name} has NaN or infinite pixels: clean the images")
     if images.ndim == 3:
         images = images[..., None]
-    if images.ndim != 4 or images.shape[1] != images.shape[2]:
+    if images.ndim != 4 or images.shape[1] != images.shape[2] or images.shape[3] not in (1, 3):
         raise InputError(f"{name} has images of shape {images.shape[1:]}: square ones with 1 or 3 channels are needed")
     if images.dtype != np.uint8:
         raise InputError(f"{name} has pixels of type {images.dtype}: store them as unsigned bytes, 0 to 255")
-    labels = labels.reshape(-1)
     if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
-        raise InputError(
-            f"{name} has labels of type {labels.dtype} from {labels.min()}: number the classes 0, 1, 2, ..."
-        )
+        lowest = labels.min() if np.issubdtype(labels.dtype, np.number) else labels.flat[0]
+        raise InputError(f"{name} has labels of type {labels.dtype} from {lowest}: number the classes 0, 1, 2, ...")
+    # Widened first: the next integer after a byte's 255 would be 0.
+    labels = labels.reshape(-1).astype(np.int64)
     present = np.unique(labels)
     if name.endswith("train") and len(present) != present[-1] + 1:
-        missing = sorted(set(range(int(present[-1]) + 1)) - set(present.tolist()))
+        missing = np.argmax(present != np.arange(len(present)))
         raise InputError(
-            f"{name} has labels up to {present[-1]} but none of class {missing[0]}: number the classes 0, 1, 2, ..."
+            f"{name} has labels up to {present[-1]} but none of class {missing}: number the classes 0, 1, 2, ..."
         )
-    return Split(np.ascontiguousarray(images), labels.astype(np.int64))
+    return Split(np.ascontiguousarray(images), labels)
 
 
 def _cut(whole: Split, n: int, purpose: str) -> tuple[Split, Split]:

@@ -6,9 +6,13 @@ Each returns {"train": (images, labels), "test": (images, labels)} as they stand
 import gzip
 import hashlib
 import io
+import math
 import os
 import struct
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,8 +40,21 @@ def read_named(source: str, root: Path) -> Arrays:
     raise InputError(f"{root} holds neither cifar10.npz nor {JPEG_NPZ[source]}: give the folder that does as data.root")
 
 
+@contextmanager
+def _open_npz(path: Path) -> Iterator[Any]:
+    try:
+        if not zipfile.is_zipfile(path):  # np.load would leave such a file open
+            raise zipfile.BadZipFile
+        with np.load(path, allow_pickle=False) as file:
+            yield file
+    except InputError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path} is damaged or isn't an npz of plain arrays: get the file again") from error
+
+
 def _read_npz(path: Path) -> Arrays:
-    with np.load(path, allow_pickle=False) as file:
+    with _open_npz(path) as file:
         _need(path, file, [f"{split}_{kind}" for split in ("train", "test") for kind in "xy"])
         return {split: (file[f"{split}_x"], file[f"{split}_y"]) for split in ("train", "test")}
 
@@ -54,7 +71,7 @@ def _read_jpeg_npz(path: Path) -> Arrays:
     key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
     cached = cache_folder() / f"{path.stem}-{key}.npz"
     if not cached.exists():
-        with np.load(path, allow_pickle=False) as file:
+        with _open_npz(path) as file:
             kinds = ("jpeg", "offsets", "y")
             _need(path, file, [f"{split}_{kind}" for split in ("train", "test") for kind in kinds])
             arrays: dict[str, Any] = {}
@@ -83,7 +100,9 @@ def _decode(stream: NDArray[np.uint8], offsets: NDArray[np.integer], path: Path)
                 images.append(np.asarray(image.convert("RGB")))
         except OSError as error:
             raise InputError(f"image {index} in {path} can't be decoded: the file is damaged, get it again") from error
-    return np.stack(images)
+        if images[-1].shape != images[0].shape:
+            raise InputError(f"image {index} in {path} has another size than the first: give all images one size")
+    return np.stack(images) if images else np.empty((0, 1, 1, 3), np.uint8)
 
 
 def _read_idx_folder(source: str, root: Path) -> Arrays:
@@ -108,16 +127,16 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     """An IDX file of unsigned bytes (the MNIST format): magic 0 0 8 rank, big-endian sizes, the bytes."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} is cut short or isn't gzip: get the file again") from error
     rank = content[3] if len(content) >= 4 else 0
     start = 4 + 4 * rank
     if content[:3] != b"\0\0\x08" or not rank or len(content) < start:
         raise InputError(f"{path} isn't an IDX file of unsigned bytes: get the file again")
     shape = struct.unpack(f">{rank}I", content[4:start])
-    if len(content) - start != int(np.prod(shape)):
+    if len(content) - start != math.prod(shape):
         raise InputError(
-            f"{path} holds {len(content) - start} bytes, not the {np.prod(shape)} of its header: get it again"
+            f"{path} holds {len(content) - start} bytes, not the {math.prod(shape)} of its header: get it again"
         )
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
@@ -167,7 +186,11 @@ def read_hugging_face(name: str) -> Arrays:
         import datasets
     except ModuleNotFoundError as error:
         raise InputError(f"hf:{name} needs a package: pip install 'diffusionblocks[hf]'") from error
-    found = datasets.load_dataset(name)
+    try:
+        found = datasets.load_dataset(name)
+    except (OSError, ValueError) as error:  # not found, no network, or several configurations
+        reason = " ".join(str(error).split())[:120]
+        raise InputError(f"hf:{name} can't be loaded ({reason}): check its name and the network") from error
     held_out = "test" if "test" in found else "validation"
     arrays = {}
     for split, stored in (("train", "train"), ("test", held_out)):

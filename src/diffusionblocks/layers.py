@@ -23,8 +23,9 @@ class Attention(nn.Module):
         n, tokens, width = h.shape
         q, k, v = self.qkv(h).view(n, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         if context:
-            inner = F.scaled_dot_product_attention(q[:, :, :context], k[:, :, :context], v[:, :, :context])
-            outer = F.scaled_dot_product_attention(q[:, :, context:], k, v)
+            inner_q, outer_q = q.split([context, tokens - context], dim=2)
+            inner = F.scaled_dot_product_attention(inner_q, k[:, :, :context], v[:, :, :context])
+            outer = F.scaled_dot_product_attention(outer_q, k, v)
             mixed = torch.cat([inner, outer], dim=2)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from diffusionblocks import seeds
-from diffusionblocks.checkpoint import FORMAT, RunFolder
+from diffusionblocks.checkpoint import FORMAT, RunFolder, own_tensors
 from diffusionblocks.config import Recipe
 from diffusionblocks.data import Batches, ImageData, load_images
 from diffusionblocks.errors import InputError
@@ -144,7 +144,7 @@ class Run:
         owners = {}
         for job in self.jobs():
             with torch.device("meta"):
-                owners.update(dict.fromkeys(job.build().state_dict(), job.part))
+                owners.update(dict.fromkeys(own_tensors(job.build()), job.part))
         return owners
 
     def manifest(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from diffusionblocks.block import set_checkpointing
-from diffusionblocks.checkpoint import RunFolder, State, restore_training_state, training_state
+from diffusionblocks.checkpoint import RunFolder, State, own_tensors, restore_training_state, training_state
 from diffusionblocks.errors import InputError
 from diffusionblocks.memory import MemoryMeter
 from diffusionblocks.objective import reduce
@@ -140,11 +140,13 @@ def fit(
         restore_training_state(state.tensors, network, optimizer.optimizer, average)
         state.tensors = {}
     log = _open_log(folder.path / "logs", job.part, state.update, settings.logger)
-    end = min(until or settings.updates, settings.updates)
+    end = settings.updates if until is None else min(until, settings.updates)
+    trained = sum(len(group["params"]) for group in optimizer.param_groups)
     for update in range(state.update, end):
-        # From the second update on the optimizer has its states: one such update shows the peak of all.
-        measure = state.figures["peak_bytes"] is None and len(optimizer.optimizer.state) > 0
-        meter = MemoryMeter() if measure else None
+        # Once every parameter has its optimizer states one update shows the peak of all. That is the second update,
+        # or, for a joint network, when each block had its turn; the last one if that never comes.
+        ready = len(optimizer.optimizer.state) == trained or update == settings.updates - 1
+        meter = MemoryMeter() if state.figures["peak_bytes"] is None and ready else None
         if meter is not None:
             meter.watch(network, optimizer.optimizer, average)
         started = time.perf_counter()
@@ -236,12 +238,12 @@ def _finish(
     figures = {
         "updates": settings.updates,
         "seconds": round(state.figures["seconds"], 3),
-        "seconds_per_step": statistics.median(state.figures["last_steps"]),
+        "seconds_per_step": statistics.median(state.figures["last_steps"] or [state.figures["seconds"]]),
         "layer_evaluations": steps * settings.batch_size * job.layers,
         "peak_bytes": state.figures["peak_bytes"],
         "validation": _validate(job, network),
     }
-    folder.finish(job.part, {name: t.detach().contiguous() for name, t in network.state_dict().items()}, figures)
+    folder.finish(job.part, own_tensors(network), figures)
     return folder.finished(job.part)
 
 
