@@ -1,16 +1,19 @@
-"""Writes the tables of README.md from the result files: python benchmarks/readme_tables.py [--check]
+"""Writes the tables of README.md from the result files: python benchmarks/readme_tables.py [--check | --demo]
 
-Each table stands between `<!-- NAME -->` and `<!-- end -->`. --check only says whether they are up to date.
+Each table stands between `<!-- NAME -->` and `<!-- end -->`. --check only says whether they are up to date; --demo
+first takes the figures and the picture of `make demo` from runs/demo.
 """
 
 import json
 import re
+import shutil
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import results_file
 from scipy.stats import t
 
 HERE = Path(__file__).parent
@@ -78,7 +81,16 @@ def filled(text: str) -> str:
     return text
 
 
+def take_demo() -> None:
+    found = HERE.parent / "runs" / "demo"
+    comparison = json.loads((found / "comparison.json").read_text())
+    results_file.write("demo", "make demo", comparison["settings"], comparison["rows"])
+    shutil.copyfile(found / "comparison.png", HERE.parent / "docs" / "demo.png")
+
+
 def main() -> int:
+    if "--demo" in sys.argv:
+        take_demo()
     text = README.read_text()
     if "--check" in sys.argv:
         print("up to date" if filled(text) == text else "README.md differs from benchmarks/results")

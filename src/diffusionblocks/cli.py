@@ -181,6 +181,8 @@ def evaluate_command(words: list[str]) -> None:
 def compare_command(words: list[str]) -> None:
     """Trains ours and the baselines at equal layer evaluations and prints one table."""
     recipe, args = _recipe_arguments("compare", words, _compare_options)
+    if not args.methods:
+        raise InputError(f"there is nothing to compare: choose methods of {', '.join(METHODS)}")
     if args.quick:
         recipe = recipes.quick(recipe)
     out = Path(args.out or f"runs/compare-{recipe.name}")
@@ -273,26 +275,41 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
 
 def _parse(parser: ArgumentParser, words: list[str]) -> Namespace:
     keys = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
-    args = parser.parse_args([_known(word, keys, parser) for word in words])
+    args = parser.parse_args(list(_known(words, keys, parser)))
     assert isinstance(args, Namespace)
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        raise InputError(f"the figures can't be written to {args.json} (its folder doesn't exist): choose another")
     return args
 
 
-def _known(word: str, keys: set[str], parser: ArgumentParser) -> str:
+# Options whose values may be bare lists: 3,6,3.
+LISTS = ("layer_split", "methods")
+
+
+def _known(words: Sequence[str], keys: set[str], parser: ArgumentParser) -> Iterator[str]:
     """`--p-mean=1` as `--noise.p_mean=1`: dashes for underscores, and a key without its section where it is unique.
 
     A bare list such as 3,6,3 becomes the list that the parser reads.
     """
-    if not word.startswith("--"):
-        return f"[{word}]" if "," in word and not word.startswith(("[", "{")) else word
-    name, equals, value = word[2:].partition("=")
-    name = name.replace("-", "_")
-    if name not in keys:
-        owners = [key for key in keys if key.endswith(f".{name}")]
-        if len(owners) != 1:
-            raise InputError(f"unknown option '{word}': `{parser.prog} --help` lists what is allowed")
-        (name,) = owners
-    return f"--{name}{equals}{_known(value, keys, parser) if equals else ''}"
+    before = ""
+    for word in words:
+        if not word.startswith("--"):
+            yield _listed(word) if before in LISTS else word
+            before = ""
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in keys:
+            owners = [key for key in keys if key.endswith(f".{name}")]
+            if len(owners) != 1:
+                raise InputError(f"unknown option '{word}': `{parser.prog} --help` lists what is allowed")
+            (name,) = owners
+        yield f"--{name}{equals}{_listed(value) if equals and name in LISTS else value}"
+        before = "" if equals else name
+
+
+def _listed(value: str) -> str:
+    return value if value.startswith("[") or value == "null" else f"[{value}]"
 
 
 def _read_run(folder: str, data_root: str | None) -> Run:
@@ -311,8 +328,8 @@ def _stored_inference(words: list[str]) -> dict[str, Any]:
     folder = next((word for word in words if not word.startswith("-")), None)
     if folder is None or not (Path(folder) / "manifest.json").exists():
         return {}
-    stored = read_json(Path(folder) / "manifest.json").get("inference", {})
-    return dict(stored)
+    manifest = read_json(Path(folder) / "manifest.json")
+    return dict(manifest.get("inference", {})) if isinstance(manifest, dict) else {}
 
 
 def _print_recipe(recipe: Recipe) -> None:

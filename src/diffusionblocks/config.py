@@ -6,13 +6,14 @@ from typing import Any
 
 from diffusionblocks.errors import InputError
 from diffusionblocks.families.vit import ViTSettings
+from diffusionblocks.partition import GRIDS
 from diffusionblocks.sample import STARTS, solver
 from diffusionblocks.train import TrainSettings
 
 LAWS = ("log_normal", "equal_information")
 ANSWERS = ("last", "average")
 # They change where and how a run is done, not its result; so they may differ when a run is resumed or merged.
-FREE_FIELDS = {"data": ("root",), "training": ("checkpoint_every", "validate_every", "logger")}
+FREE_FIELDS = {"data": ("root",), "training": ("gradient_checkpointing", "checkpoint_every", "validate_every", "logger")}
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class InferenceSettings:
 
     def __post_init__(self) -> None:
         solver(self.solver)
+        if self.steps is not None and self.steps < 1:
+            raise InputError(f"steps {self.steps} is out of range: choose 1 or more, or leave it out for one a block")
+        if self.grid not in GRIDS:
+            raise InputError(f"unknown grid '{self.grid}': choose {' or '.join(GRIDS)}")
         if self.start not in STARTS:
             raise InputError(f"unknown start '{self.start}': choose {' or '.join(STARTS)}")
         if self.answer not in ANSWERS:

@@ -4,11 +4,11 @@ Images stay unsigned bytes in numpy; only a batch becomes floating-point tensors
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffusionblocks import seeds
 from diffusionblocks.errors import InputError
-from diffusionblocks.image_files import NPZ_NAMES, Arrays, read_class_folders, read_hugging_face, read_named
+from diffusionblocks.image_files import NAMED, Arrays, check, read_class_folders, read_hugging_face, read_named
 
 AUGMENTATIONS = ("none", "crop-flip", "randaugment")
 # The splits are part of the data, not of a run: every seed is tested on the same examples.
@@ -47,7 +47,7 @@ class Batch:
     x: Float[Tensor, "n channels height width"]
     y: Int[Tensor, " n"]
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device | str) -> "Batch":
         return Batch(self.x.to(device), self.y.to(device))
 
 
@@ -74,10 +74,19 @@ class ImageData:
 
     def normalise(self, images: Float[Tensor, "n channels h w"]) -> Float[Tensor, "n channels h w"]:
         """Images in [0, 1] to mean 0 and standard deviation 1 over the train split."""
-        return (images - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
+        mean, std = images.new_tensor(self.mean), images.new_tensor(self.std)
+        return (images - mean[:, None, None]) / std[:, None, None]
+
+    def to_tensor(
+        self, images: UInt8[np.ndarray, "n height width channels"]
+    ) -> Float[Tensor, "n channels height width"]:
+        """Images as they are stored to normalised ones, as a network takes them."""
+        return self.normalise(_unit(images))
 
 
-def load_images(source: str, root: str | None = None, train_examples: int | None = None) -> ImageData:
+def load_images(
+    source: str, root: str | None = None, train_examples: int | None = None, *, test_examples: int | None = None
+) -> ImageData:
     """Reads a data set, checks it and splits it.
 
     Args:
@@ -85,6 +94,7 @@ def load_images(source: str, root: str | None = None, train_examples: int | None
             (ROOT/train/CLASS/*.png and ROOT/test/...), or "hf:NAME".
         root: the folder with the files.
         train_examples: a stratified subset of the training split, for short budgets.
+        test_examples: a stratified subset of the test split, for smoke tests only: no figure from it can be compared.
 
     The test split is the data set's own (digits: 360 images). A fixed tenth of the training images is set aside for
     validation.
@@ -93,30 +103,44 @@ def load_images(source: str, root: str | None = None, train_examples: int | None
         InputError: unknown source, missing or damaged files, NaN, empty or mismatched data, labels that aren't 0..C-1.
     """
     arrays = _read(source, root)
-    splits = {split: _checked(f"{source} {split}", *arrays[split]) for split in ("train", "test")}
-    if splits["train"].images.shape[1:] != splits["test"].images.shape[1:]:
-        raise InputError(f"{source} has train and test images of different sizes: give both the same")
-    classes = int(splits["train"].labels.max()) + 1
-    if splits["test"].labels.max() >= classes:
-        largest = splits["test"].labels.max()
-        raise InputError(f"{source} has test labels up to {largest}, but trains {classes} classes: give both the same")
-    validation, train = _cut(splits["train"], max(1, len(splits["train"]) // 10), "validation")
-    if train_examples is not None:
-        if not classes <= train_examples <= len(train):
-            raise InputError(f"train_examples {train_examples} is out of range: choose {classes} to {len(train)}")
-        train, _ = _cut(train, train_examples, "subset")
-    pixels = train.images.reshape(-1, train.images.shape[-1])
-    std = pixels.std(axis=0) / 255
-    return ImageData(
-        name=source,
-        classes=classes,
-        train=train,
-        validation=validation,
-        test=splits["test"],
-        checksum=_checksum(train, validation, splits["test"]),
-        mean=tuple(float(m) for m in pixels.mean(axis=0) / 255),
-        std=tuple(float(s) if s > 0 else 1.0 for s in std),
-    )
+    checked = {split: Split(*check(f"{source} {split}", *arrays[split])) for split in ("train", "test")}
+    whole, test = checked["train"], checked["test"]
+    classes = int(whole.labels.max()) + 1
+    if whole.images.shape[1:] != test.images.shape[1:]:
+        raise InputError(f"{source} has train and test images of different sizes: give both the same size and channels")
+    if test.labels.max() >= classes:
+        raise InputError(
+            f"{source} has test labels up to {test.labels.max()}, but only {classes} classes to train on: "
+            "number both splits' classes alike"
+        )
+    validation, train = _cut(whole, max(1, len(whole) // 10), "validation")
+    if len(np.unique(train.labels)) < classes:
+        raise InputError(f"{source} has a class without training images, once a tenth is set aside: add images to it")
+    train = _subset("train_examples", train, train_examples, classes)
+    test = _subset("test_examples", test, test_examples, 1)
+    mean, std = _statistics(train.images)
+    return ImageData(source, classes, train, validation, test, _checksum(train, validation, test), mean, std)
+
+
+def _subset(name: str, whole: Split, n: int | None, least: int) -> Split:
+    if n is None:
+        return whole
+    if not least <= n <= len(whole):
+        raise InputError(f"{name} {n} is out of range: choose {least} to {len(whole)}, or leave it out")
+    return _cut(whole, n, "subset")[0]
+
+
+def _statistics(
+    images: UInt8[np.ndarray, "n height width channels"],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, from exact sums: no floating-point copy of the images."""
+    n = images[..., 0].size
+    sums = images.sum(axis=(0, 1, 2), dtype=np.int64).tolist()
+    squares = np.einsum("nhwc,nhwc->c", images, images, dtype=np.int64).tolist()
+    variances = [(n * square - total**2) / n**2 for total, square in zip(sums, squares, strict=True)]
+    # A channel without spread is only shifted.
+    std = tuple(math.sqrt(variance) / 255 if variance > 0 else 1.0 for variance in variances)
+    return tuple(total / n / 255 for total in sums), std
 
 
 def _read(source: str, root: str | None) -> Arrays:
@@ -124,15 +148,16 @@ def _read(source: str, root: str | None) -> Arrays:
         return _digits()
     if source.startswith("hf:"):
         return read_hugging_face(source[3:])
-    if source not in (*NPZ_NAMES, "folder"):
-        raise InputError(f"unknown data source '{source}': choose digits, {', '.join(NPZ_NAMES)}, folder or hf:NAME")
+    if source not in (*NAMED, "folder"):
+        raise InputError(f"unknown data source '{source}': choose digits, {', '.join(NAMED)}, folder or hf:NAME")
     if root is None and source == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
         root = str(DEBIAN_FASHION_MNIST)
     if root is None:
         raise InputError(f"{source} needs its files: give their folder as data.root, or set DIFFUSIONBLOCKS_DATA")
-    if not Path(root).is_dir():
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
         raise InputError(f"data.root {root} isn't a folder: give the folder that holds {source}")
-    return read_class_folders(Path(root)) if source == "folder" else read_named(source, Path(root))
+    return read_class_folders(folder) if source == "folder" else read_named(source, folder)
 
 
 def _digits() -> Arrays:
@@ -143,31 +168,6 @@ def _digits() -> Arrays:
     whole = Split((bunch.images * 15).astype(np.uint8)[..., None], bunch.target.astype(np.int64))
     test, train = _cut(whole, 360, "test")
     return {"train": (train.images, train.labels), "test": (test.images, test.labels)}
-
-
-def _checked(name: str, images: NDArray[Any], labels: NDArray[Any]) -> Split:
-    if len(images) == 0 or len(images) != len(labels) or len(labels) != labels.size:
-        raise InputError(f"{name} has {len(images)} images and {labels.size} labels: it needs one label for each image")
-    if np.issubdtype(images.dtype, np.inexact) and not np.isfinite(images).all():
-        raise InputError(f"{name} has NaN or infinite pixels: clean the images")
-    if images.ndim == 3:
-        images = images[..., None]
-    if images.ndim != 4 or images.shape[1] != images.shape[2] or images.shape[3] not in (1, 3):
-        raise InputError(f"{name} has images of shape {images.shape[1:]}: square ones with 1 or 3 channels are needed")
-    if images.dtype != np.uint8:
-        raise InputError(f"{name} has pixels of type {images.dtype}: store them as unsigned bytes, 0 to 255")
-    if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
-        lowest = labels.min() if np.issubdtype(labels.dtype, np.number) else labels.flat[0]
-        raise InputError(f"{name} has labels of type {labels.dtype} from {lowest}: number the classes 0, 1, 2, ...")
-    # Widened first: the next integer after a byte's 255 would be 0.
-    labels = labels.reshape(-1).astype(np.int64)
-    present = np.unique(labels)
-    if name.endswith("train") and len(present) != present[-1] + 1:
-        missing = np.argmax(present != np.arange(len(present)))
-        raise InputError(
-            f"{name} has labels up to {present[-1]} but none of class {missing}: number the classes 0, 1, 2, ..."
-        )
-    return Split(np.ascontiguousarray(images), labels)
 
 
 def _cut(whole: Split, n: int, purpose: str) -> tuple[Split, Split]:
@@ -187,8 +187,8 @@ def _checksum(*splits: Split) -> str:
     digest = hashlib.sha256()
     for split in splits:
         digest.update(str(split.images.shape).encode())
-        digest.update(split.images.tobytes())
-        digest.update(split.labels.tobytes())
+        digest.update(np.ascontiguousarray(split.images).data)
+        digest.update(np.ascontiguousarray(split.labels).data)
     return digest.hexdigest()
 
 
@@ -197,23 +197,40 @@ def _unit(images: UInt8[np.ndarray, "n height width channels"]) -> Float[Tensor,
 
 
 def evaluation_batches(data: ImageData, split: str, batch_size: int) -> Iterator[Batch]:
-    """All examples of a split in order, the last partial batch included."""
-    whole: Split = getattr(data, split)
+    """All examples of a split ("train", "validation" or "test") in order, the last partial batch included.
+
+    Raises:
+        InputError: another split, or a batch size below 1.
+    """
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    if split not in splits:
+        raise InputError(f"unknown split '{split}': choose {', '.join(splits)}")
+    _check_batch_size(batch_size)
+    whole = splits[split]
     for start in range(0, len(whole), batch_size):
         part = slice(start, start + batch_size)
-        yield Batch(data.normalise(_unit(whole.images[part])), torch.from_numpy(whole.labels[part]))
+        yield Batch(data.to_tensor(whole.images[part]), torch.from_numpy(whole.labels[part]))
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size} is out of range: choose 1 or more")
 
 
 class Batches:
-    """Training batches as a function of the step alone: a run that resumes needs nothing but its step's number.
+    """Training batches as a function of the update alone: a run that resumes needs nothing but its update's number.
 
     The stream is one permutation of the training split after another, each from (seed, block, "order", epoch); batches
     are cut from it without a gap, so that no example is dropped at an epoch's end.
+
+    Raises:
+        InputError: an unknown augmentation, or a batch size below 1.
     """
 
     def __init__(self, data: ImageData, batch_size: int, seed: int, block: int, augment: str = "none") -> None:
         if augment not in AUGMENTATIONS:
             raise InputError(f"unknown augmentation '{augment}': choose {', '.join(AUGMENTATIONS)}")
+        _check_batch_size(batch_size)
         self.data, self.batch_size, self.seed, self.block, self.augment = data, batch_size, seed, block, augment
         # Two epochs: a batch may straddle them.
         self._epoch = lru_cache(maxsize=2)(self._permutation)
@@ -222,21 +239,21 @@ class Batches:
         generator = seeds.generator(self.seed, self.block, "order", epoch)
         return torch.randperm(len(self.data.train), generator=generator).numpy()
 
-    def indices(self, step: int) -> NDArray[np.intp]:
-        """Which training examples make up the batch of a step."""
-        n, start, found = len(self.data.train), step * self.batch_size, []
-        while start < (step + 1) * self.batch_size:
+    def indices(self, update: int) -> NDArray[np.intp]:
+        """Which training examples make up the batch of an update."""
+        n, start, found = len(self.data.train), update * self.batch_size, []
+        while start < (update + 1) * self.batch_size:
             epoch, offset = divmod(start, n)
-            taken = self._epoch(epoch)[offset : offset + (step + 1) * self.batch_size - start]
+            taken = self._epoch(epoch)[offset : offset + (update + 1) * self.batch_size - start]
             found.append(taken)
             start += len(taken)
         return np.concatenate(found)
 
-    def __call__(self, step: int) -> Batch:
-        chosen = self.data.train.take(self.indices(step))
+    def __call__(self, update: int) -> Batch:
+        chosen = self.data.train.take(self.indices(update))
         images = _unit(chosen.images)
         if self.augment != "none":
-            generator = seeds.generator(self.seed, self.block, "augment", step)
+            generator = seeds.generator(self.seed, self.block, "augment", update)
             images = crop_and_flip(images, generator)
             if self.augment == "randaugment":
                 images = rand_augment(images, generator)
@@ -258,15 +275,21 @@ def crop_and_flip(
 def rand_augment(
     images: Float[Tensor, "n channels size size"], generator: torch.Generator
 ) -> Float[Tensor, "n channels size size"]:
-    """RandAugment (Cubuk et al. 2020) with two operations of magnitude 9, through kornia."""
+    """RandAugment (Cubuk et al. 2020): two of kornia's operations, of magnitude 9, on each image.
+
+    kornia's own class draws the operations once for a whole batch; the paper's draws them for each image, as here.
+    """
     try:
-        from kornia.augmentation.auto import RandAugment
+        from kornia.augmentation.auto.rand_augment.rand_augment import RandAugment, default_policy
     except ModuleNotFoundError as error:
         raise InputError("augment randaugment needs a package: pip install 'diffusionblocks[images]'") from error
-    seed = int(torch.randint(2**62, (), generator=generator))
-    # kornia draws from the global generator: seeded for this batch, and put back.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        colour = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-        augmented: Tensor = RandAugment(n=2, m=9)(colour)
+    operations = [RandAugment(n=1, m=9, policy=[operation]) for operation in default_policy]
+    # Some operations take three channels only.
+    augmented = images.expand(-1, 3, -1, -1).clone() if images.shape[1] == 1 else images.clone()
+    # kornia draws from the global generator, which is put back. Not torch.manual_seed: it would seed accelerators too.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        for chosen in torch.randint(len(operations), (2, len(images)), generator=generator):
+            for number in chosen.unique().tolist():
+                augmented[chosen == number] = operations[number](augmented[chosen == number])
     return augmented[:, : images.shape[1]]

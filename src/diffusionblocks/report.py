@@ -131,6 +131,8 @@ def write_html(comparison_folder: Path) -> Path:
     if not source.exists():
         raise InputError(f"{comparison_folder} holds no comparison.json: run `diffusionblocks compare` into it first")
     comparison = read_json(source)
+    if not isinstance(comparison, dict) or not {"recipe", "seed", "rows", "settings"} <= comparison.keys():
+        raise InputError(f"{source} isn't what `diffusionblocks compare` writes: run it again into a new folder")
     picture = comparison_folder / "comparison.png"
     draw_comparison(comparison, comparison_folder, picture)
     head, rows = comparison_cells(comparison)
