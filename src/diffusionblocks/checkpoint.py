@@ -181,7 +181,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def check_same(expected: Any, found: Any, where: str, field: str = "") -> None:
     """Compares manifests field by field; the `InputError` names the first field that differs."""
     if isinstance(expected, dict) and isinstance(found, dict):
-        for name in sorted({*expected, *found} - (set() if field else REMARKS)):
+        # The recipe first: what else differs follows from it.
+        for name in sorted(
+            {*expected, *found} - (set() if field else REMARKS), key=lambda name: (name != "recipe", name)
+        ):
             check_same(expected.get(name), found.get(name), where, f"{field}.{name}" if field else name)
     elif json.loads(json.dumps(expected)) != found:
         raise InputError(
