@@ -209,6 +209,8 @@ def test_blocks_and_seeds_draw_different_batches() -> None:
     # The augmentation differs too, not only the order.
     flat = replace(data, train=Split(np.repeat(data.train.images[:1], 50, 0), data.train.labels))
     assert len({Batches(flat, 50, s, b, "crop-flip")(0).x.numpy().tobytes() for s, b in kinds}) == 4
+    # And from one update to the next.
+    assert len({Batches(flat, 50, 0, 0, "crop-flip")(update).x.numpy().tobytes() for update in range(4)}) == 4
 
 
 def test_batches_keep_images_with_their_labels(tmp_path: Path) -> None:
@@ -321,13 +323,6 @@ def test_rand_augment_without_its_package_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "kornia", None)
     text = refusal(lambda: rand_augment(torch.rand(2, 3, 8, 8), torch.Generator()))
     assert "diffusionblocks[images]" in text
-
-
-def test_batches_of_no_example_and_unknown_splits_are_refused() -> None:
-    data = in_memory(4)
-    assert "batch size 0" in refusal(lambda: Batches(data, 0, 0, 0))
-    assert "batch size 0" in refusal(lambda: next(evaluation_batches(data, "test", 0)))
-    assert "unknown split 'dev'" in refusal(lambda: next(evaluation_batches(data, "dev", 1)))
 
 
 def test_unknown_augmentations_are_refused() -> None:

@@ -13,7 +13,10 @@ from diffusionblocks.train import TrainSettings
 LAWS = ("log_normal", "equal_information")
 ANSWERS = ("last", "average")
 # They change where and how a run is done, not its result; so they may differ when a run is resumed or merged.
-FREE_FIELDS = {"data": ("root",), "training": ("gradient_checkpointing", "checkpoint_every", "validate_every", "logger")}
+FREE_FIELDS = {
+    "data": ("root",),
+    "training": ("gradient_checkpointing", "checkpoint_every", "validate_every", "logger"),
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +28,11 @@ CUTS = ("equal_mass", "uniform")
 GRIDS = ("mass", "karras")
 
 
-@dataclass(frozen=True)
-class Draw:
-    """A block and the noise levels it is trained at: they belong together."""
+class Draw(NamedTuple):
+    """A block and the noise levels it is trained at: they belong together.
+
+    A tuple, not a dataclass: Fabric rebuilds what it passes to a module in another precision.
+    """
 
     block: int
     sigma: Float[Tensor, " n"]

@@ -29,7 +29,7 @@ from diffusionblocks.errors import InputError
 from diffusionblocks.memory import MemoryMeter
 from diffusionblocks.objective import reduce
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("32-true", "bf16-mixed")
 LOGGERS = ("csv", "tensorboard")
 Progress = Callable[[str, int, float], None]
 
