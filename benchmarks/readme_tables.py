@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import results_file
 from scipy.stats import t
+
+import results_file
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"

@@ -65,5 +65,8 @@ def find(name: str) -> Recipe:
 
 
 def quick(recipe: Recipe) -> Recipe:
-    """The same run cut to 20 updates: it shows that everything works, not how good it gets."""
-    return replace(recipe, training=replace(recipe.training, updates=20, warmup=2))
+    """The same run cut to 20 updates at most: it shows that everything works, not how good it gets."""
+    training = recipe.training
+    return replace(
+        recipe, training=replace(training, updates=min(20, training.updates), warmup=min(2, training.warmup))
+    )

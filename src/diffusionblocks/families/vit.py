@@ -68,6 +68,8 @@ class ViTSettings:
                 raise InputError(f"{name} {getattr(self, name)} is out of range: choose a number above 0")
         if self.width % self.heads:
             raise InputError(f"width {self.width} isn't a multiple of heads {self.heads}: choose heads that divide it")
+        if self.code_dim is not None and self.code_dim < 1:
+            raise InputError(f"code_dim {self.code_dim} is out of range: choose 1 or more, or leave it out for width")
         if self.codes == "simplex" and self.code_dim is not None:
             raise InputError("code_dim has no effect on simplex codes (classes - 1 dimensions): leave it out")
 
