@@ -147,7 +147,8 @@ class Family(abc.ABC):
     def seeded(self, block: int, build: Callable[[], Module]) -> Module:
         """Runs `build` with torch's global generator seeded by (seed, block, "init"), and puts its state back."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.derive(self.seed, block, "init"))
+            # Not torch.manual_seed, which would seed accelerators too, whose state isn't put back.
+            torch.default_generator.manual_seed(seeds.derive(self.seed, block, "init"))
             return build()
 
     def _stack(self, layers: tuple[int, ...]) -> LayerStack:
