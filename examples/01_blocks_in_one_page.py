@@ -2,7 +2,7 @@
 
     python examples/01_blocks_in_one_page.py
 
-Handwritten digits; about half a minute on two CPU cores. No command line, no checkpoints, no Fabric: just the parts.
+Handwritten digits; 11 seconds on one CPU core. No command line, no checkpoints, no Fabric: just the parts.
 """
 
 import torch
