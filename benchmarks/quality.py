@@ -9,7 +9,6 @@ killed goes on where it stood (its folders lie in runs/quality).
 """
 
 import argparse
-import statistics
 import sys
 import warnings
 from collections.abc import Iterator
@@ -86,14 +85,11 @@ def every_answer(run: Run, folder: RunFolder) -> Iterator[tuple[str, float]]:
 
 
 def interval(values: list[float]) -> str:
-    """Mean and 95 % confidence half-width (Student's t) in per cent."""
-    from scipy.stats import t
-
-    mean = 100 * statistics.mean(values)
+    """Mean and 95 % confidence half-width in per cent; the value alone where there is one."""
     if len(values) < 2:
-        return f"{mean:.2f}"
-    half = 100 * t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean:.2f} +- {half:.2f}"
+        return f"{100 * values[0]:.2f}"
+    mean, half = results_file.mean_and_half_width(values)
+    return f"{100 * mean:.2f} +- {100 * half:.2f}"
 
 
 def summary(rows: list[dict[str, Any]]) -> None:

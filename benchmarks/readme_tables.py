@@ -7,13 +7,10 @@ first takes the figures and the picture of `make demo` from runs/demo.
 import json
 import re
 import shutil
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from scipy.stats import t
 
 import results_file
 
@@ -32,9 +29,8 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def mean_and_interval(values: list[float]) -> str:
-    """Mean and 95 % confidence half-width (Student's t), in per cent."""
-    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{100 * statistics.mean(values):.2f} ± {100 * half:.2f} %"
+    mean, half = results_file.mean_and_half_width(values)
+    return f"{100 * mean:.2f} ± {100 * half:.2f} %"
 
 
 def demo() -> str:

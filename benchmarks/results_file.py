@@ -2,12 +2,14 @@
 
 import json
 import platform
+import statistics
 import subprocess
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import t
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,6 +29,12 @@ def commit() -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", "../benchmarks/*.py")
     return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
+
+
+def mean_and_half_width(values: list[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % confidence interval (Student's t); two values or more."""
+    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values), float(half)
 
 
 def write(name: str, command: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> Path:

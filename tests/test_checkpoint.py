@@ -1,11 +1,10 @@
 """Files: atomic writes, strict loads with one clear sentence, and merging."""
 
-import gc
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,7 @@ RECIPE = Recipe(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def little_to_sweep() -> Iterator[None]:
-    """The memory meter looks at every object: hide those of the test session, for speed."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_to_sweep")
 
 
 @pytest.fixture(scope="module")

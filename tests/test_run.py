@@ -1,9 +1,8 @@
 """Runs: blocks that don't know of each other, equal work for every method, and the comparison's contract."""
 
-import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,7 @@ RECIPE = Recipe(
 PARTS = ("block-0", "block-1", "block-2")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def little_to_sweep() -> Iterator[None]:
-    """The memory meter looks at every object: hide those of the test session, for speed."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_to_sweep")
 
 
 def jobs(folder: Path, recipe: Recipe = RECIPE) -> list[BlockJob]:

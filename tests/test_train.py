@@ -3,7 +3,7 @@
 import csv
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,14 +25,7 @@ from diffusionblocks.report import loss_curve
 from diffusionblocks.run import BlockJob, Run, run_job
 from diffusionblocks.train import Job, TrainSettings, fit, make_fabric, make_optimizer, train_step
 
-
-@pytest.fixture(scope="module", autouse=True)
-def little_to_sweep() -> Iterator[None]:
-    """The memory meter looks at every object: hide those of the test session, for speed."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_to_sweep")
 
 
 @dataclass

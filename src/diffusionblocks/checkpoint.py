@@ -32,7 +32,7 @@ FORMAT = 1
 REMARKS = {"environment", "inference"}
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a temporary file beside `path`, flushes it to the disk and moves it into place."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -44,12 +44,12 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
         draft.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
 def write_json(path: Path, content: Any) -> None:
-    write_atomic(path, lambda draft: _write_text(draft, json.dumps(content, indent=1) + "\n"))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -173,7 +173,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors of a safetensors file and its header's text fields."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - can't be iterated
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is damaged ({error}): delete it to train this part again, or restore it") from error
 

@@ -16,10 +16,10 @@ from rich.table import Table
 
 from diffusionblocks import recipes, report
 from diffusionblocks.checkpoint import merge, read_json, write_json
-from diffusionblocks.compare import METHODS, compare
+from diffusionblocks.compare import METHODS, compare, plan_of, walk_report
 from diffusionblocks.config import SECTIONS, InferenceSettings, Recipe
 from diffusionblocks.errors import InputError
-from diffusionblocks.evaluate import block_report, chain_report, contributions, step_sweep
+from diffusionblocks.evaluate import block_report, contributions, step_sweep
 from diffusionblocks.executors import local
 from diffusionblocks.noise import LogNormal
 from diffusionblocks.partition import CUTS, GRIDS, make_partition, plan_walk
@@ -130,10 +130,11 @@ def merge_command(words: list[str]) -> None:
     parser.add_argument("--out", type=str, required=True)
     args = _parse(parser, words)
     first = _read_run(args.folders[0], None)
-    merged = merge(args.folders, args.out, [job.part for job in first.jobs()])
-    for job in first.jobs():
+    jobs = first.jobs()
+    merged = merge(args.folders, args.out, [job.part for job in jobs])
+    for job in jobs:
         merged.load(job.part, job.build())
-    console.print(f"{len(first.jobs())} blocks joined in {args.out}; every checksum and every parameter fits")
+    console.print(f"{len(jobs)} blocks joined in {args.out}; every checksum and every parameter fits")
     _write_figures(args, {"folder": args.out, "owners": first.owners()})
 
 
@@ -149,22 +150,12 @@ def evaluate_command(words: list[str]) -> None:
     inference = InferenceSettings(**{f.name: args[f.name] for f in fields(InferenceSettings)})
     run = _read_run(args.folder, args.data_root)
     denoiser = run.denoiser(run.folder(args.folder))
-    partition = run.family.partition
-    plan = plan_walk(partition, inference.steps or partition.blocks, inference.grid)
+    plan = plan_of(run, inference)
     figures: dict[str, Any] = {
         "recipe": run.recipe.name,
         "seed": run.recipe.seed,
         "test_samples": len(run.data.test),
-        "walk": chain_report(
-            denoiser,
-            run.data,
-            plan,
-            inference.answer,
-            start=inference.start,
-            starts=inference.starts or 1,
-            solver=inference.solver,
-            seed=run.recipe.seed,
-        ),
+        "walk": walk_report(run, denoiser, inference),
         "step_sweep": step_sweep(denoiser, run.data, inference.grid, run.recipe.seed),
         "contributions": contributions(denoiser, run.data, plan, inference.answer),
         "blocks": block_report(denoiser, run.data),

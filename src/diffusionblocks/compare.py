@@ -7,9 +7,10 @@ from typing import Any
 
 from diffusionblocks import evaluate
 from diffusionblocks.checkpoint import RunFolder, write_json
-from diffusionblocks.config import Recipe
+from diffusionblocks.config import InferenceSettings, Recipe
 from diffusionblocks.errors import InputError
-from diffusionblocks.partition import plan_walk
+from diffusionblocks.model import Denoiser
+from diffusionblocks.partition import Call, plan_walk
 from diffusionblocks.run import BASELINES, BlockJob, Run, baseline
 
 CHECKPOINTED = "_checkpointed"
@@ -48,18 +49,27 @@ def test_figures(run: Run, folder: RunFolder) -> dict[str, float]:
         beliefs = evaluate.baseline_beliefs(baseline(run.method), run.networks(folder), run.data)
         found = evaluate.figures_of(beliefs, evaluate.labels_of(run.data, "test"))
     else:
-        inference = run.recipe.inference
-        found = evaluate.chain_report(
-            run.denoiser(folder),
-            run.data,
-            plan_walk(run.family.partition, inference.steps or run.family.partition.blocks, inference.grid),
-            inference.answer,
-            start=inference.start,
-            starts=inference.starts or 1,
-            solver=inference.solver,
-            seed=run.recipe.seed,
-        )
+        found = walk_report(run, run.denoiser(folder), run.recipe.inference)
     return {f"test_{name}": found[name] for name in ("accuracy", "cross_entropy", "calibration_error")}
+
+
+def plan_of(run: Run, inference: InferenceSettings) -> tuple[Call, ...]:
+    """The walk's calls: as many as asked for, or one a block."""
+    return plan_walk(run.family.partition, inference.steps or run.family.partition.blocks, inference.grid)
+
+
+def walk_report(run: Run, denoiser: Denoiser, inference: InferenceSettings) -> dict[str, Any]:
+    """The figures of the walk that the settings describe, on the whole test split."""
+    return evaluate.chain_report(
+        denoiser,
+        run.data,
+        plan_of(run, inference),
+        inference.answer,
+        start=inference.start,
+        starts=inference.starts or 1,
+        solver=inference.solver,
+        seed=run.recipe.seed,
+    )
 
 
 def work(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _keep(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     draft = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(draft, **arrays)  # type: ignore[arg-type]
+        np.savez(draft, **arrays)  # type: ignore[arg-type]  # takes allow_pickle for one of them
         os.replace(draft, path)
     except OSError as error:
         raise InputError(f"{path} can't be written: set DIFFUSIONBLOCKS_CACHE to a folder with space") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from diffusionblocks.checkpoint import read_json, write_atomic
+from diffusionblocks.checkpoint import read_json, write_atomic, write_text
 from diffusionblocks.errors import InputError
 from diffusionblocks.memory import KINDS
 
@@ -147,9 +147,5 @@ def write_html(comparison_folder: Path) -> Path:
 <h2>Settings</h2><pre>{html.escape(json.dumps(comparison["settings"], indent=1))}</pre></html>
 """
     path = comparison_folder / "report.html"
-    write_atomic(path, lambda draft: _write(draft, page))
+    write_text(path, page)
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

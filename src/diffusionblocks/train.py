@@ -203,7 +203,7 @@ def _note_time(figures: dict[str, Any], seconds: float, metered: bool) -> None:
 
 
 def make_fabric(settings: TrainSettings) -> Fabric:
-    return Fabric(accelerator="auto", devices=1, precision=settings.precision)  # type: ignore[arg-type]
+    return Fabric(accelerator="auto", devices=1, precision=settings.precision)  # type: ignore[arg-type]  # a str
 
 
 def make_optimizer(network: nn.Module, settings: TrainSettings) -> AdamW:

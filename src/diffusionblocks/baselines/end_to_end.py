@@ -1,6 +1,7 @@
 """The same network trained by backpropagation through all of its layers."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -26,8 +27,8 @@ def plain_job(
 ) -> Job:
     """A plain network of some layers, with the draws of `block`."""
 
-    def losses(network: nn.Module, batch: object, step: int) -> Float[Tensor, " n"]:
-        return family.plain_losses(network, batch.to(next(network.parameters()).device))  # type: ignore[attr-defined]
+    def losses(network: nn.Module, batch: Any, step: int) -> Float[Tensor, " n"]:
+        return family.plain_losses(network, batch.to(next(network.parameters()).device))
 
     return Job(
         part=part,
