@@ -13,8 +13,19 @@ from diffusionblocks.data import Batch
 from diffusionblocks.errors import InputError
 from diffusionblocks.families.base import Block
 from diffusionblocks.families.vit import CODES, CONTEXTS, READOUTS, Images, ViT, ViTSettings, make_codes
-from diffusionblocks.layers import Attention, Patches, random_codes, simplex_codes, unit_norm
+from diffusionblocks.layers import (
+    Attention,
+    CausalAttention,
+    Patches,
+    SwiGLU,
+    random_codes,
+    rotate,
+    simplex_codes,
+    unit_norm,
+)
+from diffusionblocks.memory import MemoryMeter
 from diffusionblocks.noise import LogNormal, Preconditioning
+from diffusionblocks.objective import cross_entropy
 from diffusionblocks.partition import Draw, make_partition
 
 SMALL = ViTSettings(layers=4, width=16, heads=2, mlp=32, patch=4, condition_width=8)
@@ -145,6 +156,100 @@ def test_without_context_all_tokens_see_all() -> None:
         changed = h.clone()
         changed[:, token] += 1
         assert not torch.isclose(attention(changed), attention(h)).all(2).any()
+
+
+def masked_causal_attention(attention: CausalAttention, h: Tensor, visible: Tensor) -> Tensor:
+    """The same map with an explicit mask [tokens, tokens] and repeated keys and values; slots repeat in the streams."""
+    n, tokens, width = h.shape
+    dim = attention.dim
+    slots = torch.arange(tokens) % int(visible[-1].sum())
+    q, k, v = (part(h).view(n, tokens, -1, dim).transpose(1, 2) for part in (attention.q, attention.k, attention.v))
+    k, v = (part.repeat_interleave(width // dim // attention.kv_heads, dim=1) for part in (k, v))
+    scores = rotate(q, slots) @ rotate(k, slots).transpose(2, 3) / math.sqrt(dim)
+    mixed = scores.masked_fill(~visible, -math.inf).softmax(3) @ v
+    return attention.out(mixed.transpose(1, 2).reshape(n, tokens, width))
+
+
+def two_streams(slots: int) -> Tensor:
+    """What each of T clean and then T noisy tokens sees."""
+    causal = torch.ones(slots, slots, dtype=torch.bool).tril()
+    earlier, itself, nothing = causal.tril(-1), torch.eye(slots, dtype=torch.bool), torch.zeros_like(causal)
+    return torch.cat([torch.cat([causal, nothing], 1), torch.cat([earlier, itself], 1)])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("context", [0, 1, 6])
+def test_causal_attention_agrees_with_an_explicit_mask(context: int, kv_heads: int) -> None:
+    attention = randomised(CausalAttention(32, 4, kv_heads))
+    assert isinstance(attention, CausalAttention)
+    visible = two_streams(context) if context else two_streams(6)[:6, :6]
+    h = numbers(3, len(visible), 32).requires_grad_()
+    out, expected = attention(h, context), masked_causal_attention(attention, h, visible)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    loss, parameters = numbers(*out.shape, seed=1), [h, *attention.parameters()]
+    got, wanted = (torch.autograd.grad((loss * end).sum(), parameters) for end in (out, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_noisy_streams_own_score_may_be_extreme() -> None:
+    attention = randomised(CausalAttention(32, 4, 2))
+    assert isinstance(attention, CausalAttention)
+    for scale in (1e-2, 30.0):
+        h = scale * numbers(2, 12, 32)
+        expected = masked_causal_attention(attention, h, two_streams(6))
+        torch.testing.assert_close(attention(h, 6), expected, rtol=1e-4, atol=1e-4 * scale)
+
+
+def test_shared_keys_and_values_are_repeated_ones() -> None:
+    shared, repeated = randomised(CausalAttention(32, 4, 2)), CausalAttention(32, 4, 4)
+    state = shared.state_dict()
+    for name in ("k.weight", "v.weight"):
+        state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
+    repeated.load_state_dict(state)
+    h = numbers(3, 8, 32)
+    for context in (0, 4):
+        torch.testing.assert_close(shared(h, context), repeated(h, context), rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("little_to_sweep")
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_causal_attention_makes_nothing_of_tokens_by_tokens(kv_heads: int) -> None:
+    attention, peaks = CausalAttention(16, 2, kv_heads), []
+    for context in (256, 512):
+        with MemoryMeter() as meter:
+            attention(numbers(1, 2 * context, 16), context).sum().backward()
+        peaks.append(meter.peak["activations"])
+    # The weights' gradients are there in the second round alone.
+    assert peaks[1] < 2.1 * peaks[0]
+
+
+def test_two_streams_have_the_same_length() -> None:
+    with pytest.raises(ValueError, match="7 tokens aren't 3 clean and as many noisy ones"):
+        CausalAttention(32, 4, 4)(numbers(1, 7, 32), 3)
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    q, k = numbers(1, 16), numbers(1, 16, seed=1)
+
+    def product(at: int, other: int) -> float:
+        return float((rotate(q, torch.tensor([at])) * rotate(k, torch.tensor([other]))).sum())
+
+    for distance in (0, 1, 7):
+        assert product(distance, 0) == pytest.approx(product(40 + distance, 40), abs=1e-4)
+    assert product(3, 3) == pytest.approx(float((q * k).sum()), abs=1e-4)
+    assert len({round(product(distance, 0), 2) for distance in range(5)}) == 5
+    # The first pair turns by one radian a slot.
+    turned = rotate(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([2]))
+    torch.testing.assert_close(turned, torch.tensor([[math.cos(2), 0.0, math.sin(2), 0.0]]))
+
+
+def test_swiglu_by_hand() -> None:
+    mlp = randomised(SwiGLU(4, 6))
+    assert isinstance(mlp, SwiGLU)
+    h = numbers(2, 3, 4)
+    gate = h @ mlp.gate.weight.T
+    expected = (gate * gate.sigmoid() * (h @ mlp.up.weight.T)) @ mlp.down.weight.T
+    torch.testing.assert_close(mlp(h), expected, rtol=0, atol=1e-6)
 
 
 def test_patches_are_cut_out_row_by_row() -> None:
@@ -293,6 +398,13 @@ def test_loss_is_weighted_as_asked() -> None:
     assert edm.preconditioning.sigma_data == pytest.approx(0.5)  # unit codes in 4 dimensions
 
 
+def test_block_with_a_target_gives_the_losses() -> None:
+    family, y = vit(), torch.tensor([0, 1, 2])
+    z, x, draw = inputs(family, block=1)
+    block = randomised(family.build_block(1))
+    assert torch.equal(block(z, x, draw, y), cross_entropy(block(z, x, draw), y))
+
+
 def test_block_refuses_levels_of_another_block() -> None:
     family = vit()
     z, x, draw = inputs(family, block=1)
@@ -340,7 +452,7 @@ def test_joint_blocks_have_one_shell_and_separate_ones_their_own() -> None:
 
 def features(family: ViT, block: nn.Module, z: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
     assert isinstance(block, Block)
-    return block.stack(*block.shell.enter(z, x, sigma), block.shell.context)
+    return block.stack(*block.shell.enter(z, x, sigma))
 
 
 @pytest.mark.parametrize("readout", READOUTS)

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from diffusionblocks.errors import InputError
+from diffusionblocks.memory import MemoryMeter
 from diffusionblocks.noise import Preconditioning
-from diffusionblocks.objective import WEIGHTS, cross_entropy, reduce, squared_error, weights
+from diffusionblocks.objective import WEIGHTS, chunked_cross_entropy, cross_entropy, reduce, squared_error, weights
 
 HALF = Preconditioning(0.5)
 
@@ -64,6 +67,66 @@ def test_cross_entropy_of_bf16_logits_is_computed_in_float32() -> None:
     reduce(losses).backward()
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
+
+
+def head_case() -> tuple[nn.Linear, Tensor, Tensor]:
+    """A head, hidden states of 3 x 7 tokens, and their targets."""
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(5, 11, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(11, 5, generator=generator))
+    target = torch.randint(11, (3, 7), generator=generator)
+    return head, torch.randn(3, 7, 5, generator=generator), target
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4, 7, 10, 21, 100])
+def test_chunked_cross_entropy_has_the_values_and_gradients_of_the_whole(chunk: int) -> None:
+    head, h, target = head_case()
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    h.requires_grad_()
+    whole = F.cross_entropy(head(h).transpose(1, 2), target, reduction="none").mean(1)
+    expected = torch.autograd.grad((weights * whole).sum(), [h, head.weight])
+    losses = chunked_cross_entropy(h, head.weight, target, chunk)
+    got = torch.autograd.grad((weights * losses).sum(), [h, head.weight])
+    torch.testing.assert_close(losses, whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_chunked_cross_entropy_under_autocast_is_float32(chunk: int) -> None:
+    head, h, target = head_case()
+    exact = chunked_cross_entropy(h, head.weight, target, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = chunked_cross_entropy(h, head.weight, target, chunk)
+    losses.sum().backward()
+    assert losses.dtype == torch.float32
+    assert head.weight.grad is not None
+    torch.testing.assert_close(losses, exact, rtol=0, atol=0.03)
+
+
+def peak_of_head(chunk: int, tokens: int, vocabulary: int) -> int:
+    """Bytes of activations at the peak of a head's forward and backward pass."""
+    head = nn.Linear(4, vocabulary, bias=False)
+    optimizer = torch.optim.SGD(head.parameters())
+    h, target = torch.ones(2, tokens // 2, 4, requires_grad=True), torch.zeros(2, tokens // 2, dtype=torch.long)
+    meter = MemoryMeter()
+    meter.watch(head, optimizer)
+    with meter:
+        chunked_cross_entropy(h, head.weight, target, chunk).sum().backward()
+    return meter.peak["activations"]
+
+
+@pytest.mark.usefixtures("little_to_sweep")
+def test_chunks_bound_the_memory_of_the_logits() -> None:
+    tokens, vocabulary = 512, 2000
+    whole = peak_of_head(0, tokens, vocabulary)
+    logits = 4 * tokens * vocabulary
+    # log-probabilities, and gradients of them and of the logits
+    assert whole == pytest.approx(3 * logits, rel=0.05)
+    for chunk in (128, 32):
+        kept = 3 * logits * chunk // tokens
+        # Each chunk's gradient of the weight beside their sum, and h with its gradient: small, because h is narrow.
+        assert peak_of_head(chunk, tokens, vocabulary) == pytest.approx(kept, abs=0.03 * whole)
 
 
 def test_squared_error_is_the_mean_over_an_examples_coordinates() -> None:

@@ -9,14 +9,16 @@ gates = 1 the block starts as the network it was. A full-width c would cost 6 wi
 a narrow one costs 6 width (condition_width + 1).
 """
 
+import abc
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from diffusionblocks.layers import MLP, Attention
+from diffusionblocks.layers import MLP, Attention, CausalAttention, SwiGLU, rms_norm
 
 
 class NoiseEmbedding(nn.Module):
@@ -38,17 +40,25 @@ class NoiseEmbedding(nn.Module):
         return nn.functional.silu(self.project(features))
 
 
-class ConditionedLayer(nn.Module):
+class AdaptiveLayer(nn.Module, abc.ABC):
     """A pre-norm transformer layer with adaptive norms; condition_width = 0 leaves it a plain one.
 
     The first `context` tokens see only each other and get the fixed condition 0, so what they compute depends neither
     on z nor on sigma.
     """
 
-    def __init__(self, width: int, heads: int, hidden: int, condition_width: int = 0, gates: float = 1.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        norm: Callable[[int], nn.Module],
+        attention: nn.Module,
+        mlp: nn.Module,
+        condition_width: int,
+        gates: float,
+    ) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.mlp = nn.LayerNorm(width), MLP(width, hidden)
+        self.norm1, self.attention = norm(width), attention
+        self.norm2, self.mlp = norm(width), mlp
         self.gates = gates
         self.modulation = nn.Linear(condition_width, 6 * width) if condition_width else None
         if self.modulation is not None:
@@ -82,6 +92,23 @@ def _affine(h: Tensor, start: float, scale: Streams, shift: Streams | None, cont
     if shift is not None:
         parts = [part + shift[stream] for part, stream in zip(parts, streams, strict=True)]
     return parts[0] if context == 0 else torch.cat(parts, dim=1)
+
+
+class ConditionedLayer(AdaptiveLayer):
+    """The vision transformer's layer: LayerNorm, attention, GELU."""
+
+    def __init__(self, width: int, heads: int, hidden: int, condition_width: int = 0, gates: float = 1.0) -> None:
+        super().__init__(width, nn.LayerNorm, Attention(width, heads), MLP(width, hidden), condition_width, gates)
+
+
+class LlamaLayer(AdaptiveLayer):
+    """Llama's layer: RMSNorm, causal attention with rotary positions and shared keys and values, SwiGLU."""
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, hidden: int, condition_width: int = 0, gates: float = 1.0
+    ) -> None:
+        attention = CausalAttention(width, heads, kv_heads)
+        super().__init__(width, rms_norm, attention, SwiGLU(width, hidden), condition_width, gates)
 
 
 class LayerStack(nn.Module):

@@ -1,8 +1,8 @@
-"""Building blocks of a transformer: attention, MLP, patches. They know nothing of noise."""
+"""Building blocks of a transformer: attention, MLP, rotary positions, patches. They know nothing of noise."""
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
@@ -37,6 +37,105 @@ class MLP(nn.Sequential):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+def rms_norm(width: int) -> nn.RMSNorm:
+    """Llama's norm. Its eps is Llama's too: torch's default, the precision's own, is 0.008 in bf16."""
+    return nn.RMSNorm(width, eps=1e-5)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(h)) * up(h)), without biases (Shazeer 2020)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, h: Float[Tensor, "n tokens width"]) -> Float[Tensor, "n tokens width"]:
+        return self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(
+    x: Float[Tensor, "*n tokens dim"], positions: Int[Tensor, " tokens"], base: float = 10000.0
+) -> Float[Tensor, "*n tokens dim"]:
+    """Rotary positions: the pair (i, i + dim/2) is turned by position * base^(-2i/dim) (Su et al. 2021, section 3.4.2).
+
+    Dot products of rotated vectors depend on the difference of their positions alone. Pairs are half a vector apart, as
+    in Hugging Face's Llama.
+    """
+    half = x.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, device=x.device) / half)
+    angle = positions[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    # In float32: bf16 knows a cosine to 1/256 only. Of the products nothing but cos and sin is kept for the backward.
+    one, two = x.float().chunk(2, dim=-1)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)
+
+
+class CausalAttention(nn.Module):
+    """Causal self-attention of a language model (Llama): rotary positions, shared keys and values, no biases.
+
+    With context = 0, token i attends tokens j <= i. With `context` = T, the 2T tokens are two streams over the same T
+    slots, T clean and then T noisy: clean token i attends clean j <= i, noisy token i attends clean j < i and itself.
+
+    No mask exists: both streams are plain causal calls of the fused kernel, on T queries and T keys. In the noisy one
+    the keys are the clean ones moved on by a slot behind one that stands for "myself"; a query's score with it is its
+    score with its own noisy key, carried in an extra coordinate.
+
+    Args:
+        kv_heads: heads of keys and values; each serves heads / kv_heads consecutive heads of queries.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads, self.grouped, self.dim = kv_heads, kv_heads < heads, width // heads
+        # Not one projection: attention keeps v for the backward, and a view of it would keep q and k alive too.
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, kv_heads * self.dim, bias=False)
+        self.v = nn.Linear(width, kv_heads * self.dim, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, h: Float[Tensor, "n tokens width"], context: int = 0) -> Float[Tensor, "n tokens width"]:
+        n, tokens, width = h.shape
+        if context not in (0, tokens / 2):
+            raise ValueError(f"{tokens} tokens aren't {context} clean and as many noisy ones")
+        q, k, v = (part(h).view(n, tokens, -1, self.dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        slots = torch.arange(tokens, device=h.device) % (context or tokens)
+        q, k = rotate(q, slots), rotate(k, slots)
+        mixed = self._two_streams(q, k, v, context) if context else self._attend(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(n, tokens, width))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = self.dim**-0.5  # not of q's last axis, which may be longer
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=self.grouped)
+
+    def _two_streams(self, q: Tensor, k: Tensor, v: Tensor, context: int) -> Tensor:
+        (q, noisy_q), (k, noisy_k), (v, noisy_v) = (part.split(context, dim=2) for part in (q, k, v))
+        # Both calls read one copy of the clean keys and values.
+        k, v = _behind_myself(k), _behind_myself(v)
+        clean = self._attend(q, k[:, :, 1:, : self.dim], v[:, :, 1:, : self.dim])
+        score = (self._by_group(noisy_q) * noisy_k[:, :, None]).sum(-1, keepdim=True).flatten(1, 2)
+        noisy_q = torch.cat([noisy_q, F.pad(score.to(q.dtype), (0, EXTRA - 1))], dim=-1)
+        found = self._attend(noisy_q, k[:, :, :-1], v[:, :, :-1])
+        others, share, _ = found.split([self.dim, 1, EXTRA - 1], dim=-1)
+        noisy = others + (self._by_group(share) * noisy_v[:, :, None]).flatten(1, 2)
+        return torch.cat([clean, noisy], dim=2)
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.kv_heads, -1))
+
+
+# Coordinates beside a head's own. One is used; fused kernels want rows of whole 16 bytes.
+EXTRA = 8
+
+
+def _behind_myself(x: Float[Tensor, "n heads tokens dim"]) -> Float[Tensor, "n heads tokens+1 dim+8"]:
+    """Keys or values behind one that is 1 in the first extra coordinate and 0 elsewhere."""
+    padded = F.pad(x, (0, EXTRA, 1, 0))
+    padded[:, :, 0, x.shape[-1]] = 1
+    return padded
 
 
 class Patches(nn.Module):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from diffusionblocks.errors import InputError
 from diffusionblocks.noise import Preconditioning
@@ -18,6 +19,35 @@ WEIGHTS = ("none", "edm", "edm_clamped")
 def cross_entropy(logits: Float[Tensor, "n classes"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """-log p(target) of each example, in nats, in float32 whatever the network's precision."""
     return F.cross_entropy(logits.float(), target, reduction="none")
+
+
+def chunked_cross_entropy(
+    h: Float[Tensor, "n tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    target: Int[Tensor, "n tokens"],
+    chunk: int,
+) -> Float[Tensor, " n"]:
+    """-log p(target) under the logits h @ weight.T: each example's mean over its tokens, in nats, in float32.
+
+    With a large vocabulary the logits are the largest tensor of a step. Of no more than `chunk` tokens (of all
+    examples together) they exist at a time; the backward pass computes them again. chunk = 0: all at once, kept.
+    """
+    flat, wanted = h.flatten(0, 1), target.flatten()
+    if chunk == 0:
+        losses = _token_losses(flat, weight, wanted)
+    else:
+        pieces = zip(flat.split(chunk), wanted.split(chunk), strict=True)
+        losses = torch.cat(
+            [
+                checkpoint(_token_losses, part, weight, aim, use_reentrant=False, preserve_rng_state=False)
+                for part, aim in pieces
+            ]
+        )
+    return losses.view(target.shape).mean(1)
+
+
+def _token_losses(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(F.linear(h, weight), target)
 
 
 def squared_error(denoised: Float[Tensor, "n *shape"], target: Float[Tensor, "n *shape"]) -> Float[Tensor, " n"]:

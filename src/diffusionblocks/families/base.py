@@ -4,6 +4,7 @@ A network is a stack of layers in a *shell*: what stands before the stack (stem,
 the noise embedding) and after it (read-out). A `Block` is a shell and some of the layers, and a denoiser by itself:
 
     prediction = block(z, x, draw)          z noisy target, x condition, draw = (block, sigma of each example)
+    losses = block(z, x, draw, y)            one number an example
 
 A `Family` is a frozen description that owns no weights: it builds blocks, noises targets, scores predictions. Its
 `losses(block, batch, draw, generator)` works in anybody's training loop.
@@ -18,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffusionblocks import seeds
+from diffusionblocks import objective, seeds
 from diffusionblocks.block import LayerStack
 from diffusionblocks.errors import InputError
 from diffusionblocks.noise import Preconditioning
@@ -31,18 +32,24 @@ Module = TypeVar("Module", bound=nn.Module)
 class Shell(nn.Module, abc.ABC):
     """What stands outside the residual stack."""
 
-    #: Tokens at the front that see neither z nor sigma (isolated context); 0 where all tokens see each other.
-    context: int = 0
-
     @abc.abstractmethod
     def enter(
         self, z: Tensor, x: Tensor, sigma: Float[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"]]:
-        """The stack's input and the layers' condition."""
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], int]:
+        """The stack's arguments: its input, the layers' condition, and how many tokens are the isolated context.
+
+        Those, at the front, see neither z nor sigma; 0 where all tokens see each other.
+        """
 
     @abc.abstractmethod
     def read(self, h: Float[Tensor, "n tokens width"], z: Tensor, sigma: Float[Tensor, " n"]) -> Tensor:
         """The prediction from the stack's output."""
+
+    def losses(
+        self, h: Float[Tensor, "n tokens width"], z: Tensor, sigma: Float[Tensor, " n"], y: Tensor
+    ) -> Float[Tensor, " n"]:
+        """Each example's loss from the stack's output; a large head never makes its whole prediction here."""
+        return objective.cross_entropy(self.read(h, z, sigma), y)
 
     @abc.abstractmethod
     def codes(self) -> Tensor:
@@ -64,12 +71,13 @@ class Block(nn.Module):
         assert isinstance(shell, Shell)
         return shell
 
-    def forward(self, z: Tensor, x: Tensor, draw: Draw) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor, draw: Draw, y: Tensor | None = None) -> Tensor:
+        """The prediction, or with the target y each example's loss [n]."""
         if draw.block != self.number:
             raise ValueError(f"levels drawn for block {draw.block} were given to block {self.number}")
         shell = self.shell
-        h, condition = shell.enter(z, x, draw.sigma)
-        return shell.read(self.stack(h, condition, shell.context), z, draw.sigma)
+        h = self.stack(*shell.enter(z, x, draw.sigma))
+        return shell.read(h, z, draw.sigma) if y is None else shell.losses(h, z, draw.sigma, y)
 
 
 class Blocks(nn.Module):
@@ -85,8 +93,8 @@ class Blocks(nn.Module):
         assert isinstance(first, Block)
         return first.shell
 
-    def forward(self, z: Tensor, x: Tensor, draw: Draw) -> Tensor:
-        prediction: Tensor = self.blocks[draw.block](z, x, draw)
+    def forward(self, z: Tensor, x: Tensor, draw: Draw, y: Tensor | None = None) -> Tensor:
+        prediction: Tensor = self.blocks[draw.block](z, x, draw, y)
         return prediction
 
 
@@ -100,6 +108,8 @@ class Family(abc.ABC):
     """
 
     preconditioning: Preconditioning
+    #: Width of the head's output: classes, or entries of the vocabulary.
+    read_out: int
 
     def __init__(self, partition: Partition, seed: int, shell: str = "per_block") -> None:
         if shell not in SHELLS:
@@ -117,7 +127,13 @@ class Family(abc.ABC):
         """The same network without noise, on some of its layers: what end-to-end training trains."""
 
     @abc.abstractmethod
-    def losses(self, block: nn.Module, batch: Any, draw: Draw, generator: torch.Generator) -> Float[Tensor, " n"]:
+    def batch_like(self, n: int) -> Any:
+        """A batch of n examples of zeros: what a batch of the data looks like, for planning memory."""
+
+    @abc.abstractmethod
+    def losses(
+        self, block: nn.Module, batch: Any, draw: Draw, generator: torch.Generator | None
+    ) -> Float[Tensor, " n"]:
         """The weighted loss of each example when `block` denoises the batch's targets at the drawn levels."""
 
     @abc.abstractmethod
@@ -154,7 +170,7 @@ class Family(abc.ABC):
     def _stack(self, layers: tuple[int, ...]) -> LayerStack:
         return LayerStack({number: self.make_layer() for number in layers})
 
-    def noised(self, y: Tensor, draw: Draw, generator: torch.Generator) -> Tensor:
+    def noised(self, y: Tensor, draw: Draw, generator: torch.Generator | None) -> Tensor:
         """z = y + sigma eps, with eps drawn on the CPU."""
         eps = torch.randn(y.shape, generator=generator).to(y.device)
         return y + draw.sigma.reshape(-1, *[1] * (y.ndim - 1)) * eps

@@ -123,10 +123,10 @@ class ViTShell(Shell):
 
     def enter(
         self, z: Float[Tensor, "n dim"], x: Float[Tensor, "n channels size size"], sigma: Float[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"]]:
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], int]:
         z_token = self.z_in(self.scalings.c_in(sigma)[:, None] * z)[:, None]
         tokens = torch.cat([self.patches(x), self.cls.expand(len(x), -1, -1), z_token], dim=1)
-        return tokens, self.noise(self.scalings.c_noise(sigma))
+        return tokens, self.noise(self.scalings.c_noise(sigma)), self.context
 
     def read(
         self, h: Float[Tensor, "n tokens width"], z: Float[Tensor, "n dim"], sigma: Float[Tensor, " n"]
@@ -191,6 +191,7 @@ class ViT(Family):
         if settings.codes == "learned" and shell != "joint":
             raise InputError("learned codes are shared by all blocks and need shell 'joint'; else choose simplex codes")
         self.settings, self.images, self.weight = settings, images, weight
+        self.read_out = images.classes
         self.table = make_codes(settings, images.classes, seed)
         self.frequencies = torch.tensor(images.frequencies)
         rms = settings.code_norm / np.sqrt(self.table.shape[1])
@@ -213,7 +214,13 @@ class ViT(Family):
         stack = LayerStack({number: ConditionedLayer(s.width, s.heads, s.mlp) for number in layers})
         return PlainViT(s, self.images, stack)
 
-    def losses(self, block: nn.Module, batch: Batch, draw: Draw, generator: torch.Generator) -> Float[Tensor, " n"]:
+    def batch_like(self, n: int) -> Batch:
+        images = self.images
+        return Batch(torch.zeros(n, images.channels, images.size, images.size), torch.zeros(n, dtype=torch.long))
+
+    def losses(
+        self, block: nn.Module, batch: Batch, draw: Draw, generator: torch.Generator | None
+    ) -> Float[Tensor, " n"]:
         assert isinstance(block.shell, ViTShell)
         z = self.noised(block.shell.codes()[batch.y], draw, generator)
         loss = objective.cross_entropy(block(z, batch.x, draw), batch.y)
