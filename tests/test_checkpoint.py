@@ -1,28 +1,32 @@
 """Files: atomic writes, strict loads with one clear sentence, and merging."""
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
-from diffusionblocks import checkpoint
-from diffusionblocks.checkpoint import RunFolder, State, check_same, merge, read_json, write_atomic, write_json
+from diffusionblocks import checkpoint, files, train
+from diffusionblocks.checkpoint import RunFolder, State, check_same, load_slices, merge
 from diffusionblocks.cli import main
 from diffusionblocks.compare import test_figures as figures_of_the_test_split
 from diffusionblocks.config import DataSettings, InferenceSettings, NoiseSettings, Recipe
 from diffusionblocks.errors import InputError
 from diffusionblocks.families.vit import ViTSettings
+from diffusionblocks.files import read_json, write_atomic, write_json
+from diffusionblocks.memory import MemoryMeter
 from diffusionblocks.run import BlockJob, Run, run_job
-from diffusionblocks.train import TrainSettings
+from diffusionblocks.train import TrainSettings, make_average, make_optimizer
 
 PARTS = ("block-0", "block-1")
 RECIPE = Recipe(
@@ -75,6 +79,10 @@ def refused(action: Callable[[], Any], *words: str) -> str:
     return text
 
 
+def own_tensors_of(part: str) -> dict[str, Tensor]:
+    return checkpoint.own_tensors(Run.of(RECIPE).family.build_block(int(part[-1])))
+
+
 def load(path: Path, part: str = "block-0", recipe: Recipe = RECIPE) -> None:
     run = Run.of(recipe)
     run.folder(path).load(part, run.family.build_block(int(part[-1])))
@@ -89,10 +97,9 @@ def test_an_exception_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
 
     def half_written(draft: Path) -> None:
         draft.write_text("ne")
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "full")
 
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, half_written)
+    refused(lambda: write_atomic(path, half_written), str(path), "No space left on device", "make room")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -106,7 +113,7 @@ def test_an_exception_before_the_file_moves_leaves_the_old_file(
     def no_move(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.os, "replace", no_move)
+    monkeypatch.setattr(files.os, "replace", no_move)
     with pytest.raises(KeyboardInterrupt):
         write_json(path, {"new": 2})
     assert read_json(path) == {"old": 1}
@@ -116,11 +123,45 @@ def test_an_exception_before_the_file_moves_leaves_the_old_file(
 def test_a_write_reaches_the_disk_before_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
     sync, move = os.fsync, os.replace
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda number: (events.append("sync"), sync(number)))
-    monkeypatch.setattr(checkpoint.os, "replace", lambda *paths: (events.append("move"), move(*paths)))
+    monkeypatch.setattr(files.os, "fsync", lambda number: (events.append("sync"), sync(number)))
+    monkeypatch.setattr(files.os, "replace", lambda *paths: (events.append("move"), move(*paths)))
     write_json(tmp_path / "file", [1])
-    assert events == ["sync", "move"]
+    # The file, and then the folder's entry.
+    assert events == ["sync", "move", "sync"]
     assert read_json(tmp_path / "file") == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Error while serializing: I/O error: No space left on device (os error 28)",
+        'Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })',
+    ],
+    ids=["0.8", "0.4"],
+)
+def test_what_safetensors_says_of_a_full_disk_is_understood(tmp_path: Path, text: str) -> None:
+    def full(draft: Path) -> None:
+        raise SafetensorError(text)
+
+    refused(lambda: write_atomic(tmp_path / "file", full), "(No space left on device)", "make room")
+
+
+def test_an_error_of_ours_stays_one(tmp_path: Path) -> None:
+    def wrong(draft: Path) -> None:
+        raise SafetensorError("no such kind of numbers")
+
+    with pytest.raises(SafetensorError, match="no such kind"):
+        write_atomic(tmp_path / "file", wrong)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_may_be_read_by_whom_the_folder_allows(tmp_path: Path) -> None:
+    """safetensors makes files for the owner alone."""
+    folder = RunFolder(tmp_path, {})
+    folder.finish("block-0", {"a": torch.zeros(2)}, {})
+    by_hand = tmp_path / "by-hand"
+    by_hand.touch()
+    assert (tmp_path / "block-0.safetensors").stat().st_mode == by_hand.stat().st_mode
 
 
 # States
@@ -156,32 +197,177 @@ def spoil(path: Path, how: str) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["truncated", "in the header", "empty", "noise"])
+@pytest.mark.parametrize("how", ["truncated", "in the header", "empty", "noise", "flipped"])
 def test_a_damaged_state_is_refused(tmp_path: Path, how: str) -> None:
     run_job(BlockJob(RECIPE, "block-0", str(tmp_path), until=1))
-    spoil(tmp_path / "block-0.state.safetensors", how)
+    spoil(tmp_path / "states" / "block-0.safetensors", how)
     before = sorted(tmp_path.iterdir())
-    refused(lambda: run_job(BlockJob(RECIPE, "block-0", str(tmp_path))), "block-0.state.safetensors", "damaged")
+    text = refused(lambda: run_job(BlockJob(RECIPE, "block-0", str(tmp_path))), "states/block-0.safetensors", "damaged")
+    assert text.endswith(": delete it to train block-0 from the start, or restore it")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> RunFolder:
+    """A folder with the states of updates 2 and 5 of block-0."""
+    folder = RunFolder(tmp_path / "twice", {})
+    for update in (2, 5):
+        folder.save_state("block-0", State(update, {"a": torch.full((3,), float(update))}, {"seconds": 0.5}))
+    return folder
+
+
+def update_of(folder: RunFolder) -> int:
+    state = folder.load_state("block-0")
+    assert state is not None
+    assert state.tensors["a"].tolist() == [state.update] * 3
+    return state.update
+
+
+def test_the_state_before_is_kept(twice: RunFolder) -> None:
+    assert update_of(twice) == 5
+    twice.state_file("block-0").unlink()
+    # As a kill between two moves leaves it: nothing to warn of.
+    assert update_of(twice) == 2
+
+
+def test_a_damaged_state_gives_way_to_the_one_before(twice: RunFolder) -> None:
+    spoil(twice.state_file("block-0"), "flipped")
+    with pytest.warns(UserWarning, match="is damaged") as caught:
+        assert update_of(twice) == 2
+    assert str(caught[0].message) == (
+        f"{twice.state_file('block-0')} is damaged (its checksum doesn't fit): update 2 of "
+        "states/block-0.previous.safetensors is used, and at most 3 later updates are lost"
+    )
+    # It doesn't push out the whole one, which a kill could otherwise leave as the only one.
+    twice.save_state("block-0", State(4, {"a": torch.full((3,), 4.0)}, {}))
+    assert update_of(twice) == 4
+    twice.state_file("block-0").unlink()
+    assert update_of(twice) == 2
+
+
+def test_the_figures_of_a_state_are_checked_too(twice: RunFolder) -> None:
+    path = twice.state_file("block-0")
+    content = path.read_bytes()
+    assert b"0.5" in content
+    path.write_bytes(content.replace(b"0.5", b"0.6"))
+    with pytest.warns(UserWarning, match="its checksum doesn't fit"):
+        assert update_of(twice) == 2
+
+
+def test_where_the_header_is_gone_nobody_knows_how_much_is_lost(twice: RunFolder) -> None:
+    spoil(twice.state_file("block-0"), "empty")
+    with pytest.warns(UserWarning, match=r"\(no readable header\): update 2 of .* is used$"):
+        assert update_of(twice) == 2
+
+
+def test_a_damaged_state_before_the_last_does_not_matter(twice: RunFolder) -> None:
+    spoil(twice.previous_state_file("block-0"), "flipped")
+    assert update_of(twice) == 5
+
+
+def test_two_damaged_states_are_refused(twice: RunFolder) -> None:
+    spoil(twice.state_file("block-0"), "truncated")
+    spoil(twice.previous_state_file("block-0"), "flipped")
+    refused(
+        lambda: twice.load_state("block-0"),
+        "states/block-0.safetensors is damaged",
+        "states/block-0.previous.safetensors is damaged",
+        "delete them to train block-0 from the start",
+    )
+
+
+def test_finishing_keeps_the_last_state_alone(twice: RunFolder) -> None:
+    twice.finish("block-0", {"a": torch.zeros(1)}, {})
+    assert twice.state_file("block-0").exists()
+    assert not twice.previous_state_file("block-0").exists()
+
+
+def test_a_damaged_finished_part_is_written_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, facts = (whole / "block-0.safetensors").read_bytes(), read_json(whole / "block-0.json")
+    spoil(whole / "block-0.safetensors", "flipped")
+    assert not folder_of(whole).intact("block-0")
+    assert folder_of(whole).intact("block-1")
+    monkeypatch.setattr(train, "train_step", lambda *_: pytest.fail("it trained again"))
+    with pytest.warns(UserWarning, match="is damaged: it is written again"):
+        assert run_job(BlockJob(RECIPE, "block-0", str(whole))) == facts
+    assert (whole / "block-0.safetensors").read_bytes() == content
+    assert folder_of(whole).intact("block-0")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_restoring_holds_one_tensor_beside_the_state(tmp_path: Path, optimizer: str) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def restore(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+        """The bytes it added at most, and what was restored."""
+        module = network()
+        average = make_average(module, settings)
+        maker = make_optimizer(module, settings)
+        meter, before = MemoryMeter(), MemoryMeter()
+        with before:
+            pass
+        with meter:
+            checkpoint.restore_training_state(tensors, module, maker, average)
+        return meter.peak["total"] - before.peak["total"], checkpoint.training_state(module, maker, average)
+
+    settings = TrainSettings(optimizer=optimizer, ema=0.5)
+    module = network()
+    average, maker = make_average(module, settings), make_optimizer(module, settings)
+    module(torch.randn(3, 64)).sum().backward()
+    maker.step()
+    assert average is not None
+    average.update_parameters(module)
+    saved = {name: tensor.clone() for name, tensor in checkpoint.training_state(module, maker, average).items()}
+    folder = RunFolder(tmp_path, {})
+    folder.save_state("block-0", State(1, saved, {}))
+    state = folder.load_state("block-0")
+    assert state is not None
+    added, restored = restore(state.tensors)
+    # Nothing looks into the file any more.
+    with open(folder.state_file("block-0"), "r+b") as file:
+        file.write(bytes(folder.state_file("block-0").stat().st_size))
+    assert restored.keys() == saved.keys()
+    assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
+    # Networks and average stand already; the optimizer's states come into being.
+    states = sum(tensor.nbytes for name, tensor in saved.items() if name.startswith("optimizer/"))
+    assert states <= added <= states + 64 * 64 * 4
+
+
+def test_an_optimizers_own_count_comes_back_as_a_number() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = make_optimizer(module, TrainSettings(optimizer="sgd"))
+    optimizer.state[module.weight]["step"] = 7
+    tensors = checkpoint.training_state(module, optimizer, None)
+    checkpoint.restore_training_state(tensors, module, optimizer, None)
+    assert optimizer.state[module.weight]["step"] == 7
+    assert type(optimizer.state[module.weight]["step"]) is int
 
 
 def test_another_parts_state_is_refused(tmp_path: Path) -> None:
     run_job(BlockJob(RECIPE, "block-1", str(tmp_path), until=1))
-    (tmp_path / "block-1.state.safetensors").rename(tmp_path / "block-0.state.safetensors")
-    refused(lambda: run_job(BlockJob(RECIPE, "block-0", str(tmp_path))), "block-0.state.safetensors", "block-0")
+    (tmp_path / "states" / "block-1.safetensors").rename(tmp_path / "states" / "block-0.safetensors")
+    refused(
+        lambda: run_job(BlockJob(RECIPE, "block-0", str(tmp_path))),
+        "states/block-0.safetensors is a state of block-1, not of block-0",
+    )
 
 
 def test_a_plain_safetensors_file_is_no_state(tmp_path: Path) -> None:
     folder_of(tmp_path)
-    save_file({"a": torch.zeros(2)}, tmp_path / "block-0.state.safetensors")
-    refused(lambda: run_job(BlockJob(RECIPE, "block-0", str(tmp_path))), "block-0.state.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "states" / "block-0.safetensors")
+    refused(lambda: run_job(BlockJob(RECIPE, "block-0", str(tmp_path))), "states/block-0.safetensors")
 
 
 def test_drafts_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
     run_job(BlockJob(RECIPE, "block-0", str(tmp_path), until=1))
-    mine, other = tmp_path / ".block-0.state.safetensors.1.tmp", tmp_path / ".block-1.state.safetensors.1.tmp"
-    mine.write_text("half")
+    mine, other = tmp_path / ".block-0.safetensors.1.tmp", tmp_path / ".block-1.safetensors.1.tmp"
+    mine.mkdir()
+    (mine / "half").write_text("half")
     other.write_text("half")
+    # Only who trains a part may do so.
+    Run.of(RECIPE).folder(tmp_path).load_state("block-0")
+    assert mine.exists()
     run_job(BlockJob(RECIPE, "block-0", str(tmp_path)))
     # The other part may be in training elsewhere.
     assert not mine.exists()
@@ -212,7 +398,13 @@ def test_an_unfinished_part_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["truncated", "in the header", "empty", "noise", "flipped"])
 def test_a_damaged_file_is_refused(whole: Path, how: str) -> None:
     spoil(whole / "block-0.safetensors", how)
-    refused(lambda: load(whole), "block-0.safetensors", "restore it or train block-0 again")
+    refused(lambda: load(whole), "block-0.safetensors isn't the file", "run `train` again")
+
+
+def test_without_a_state_a_damaged_file_asks_for_training(whole: Path) -> None:
+    (whole / "states" / "block-0.safetensors").unlink()
+    spoil(whole / "block-0.safetensors", "flipped")
+    refused(lambda: load(whole), "restore it, or train block-0 again")
 
 
 @pytest.mark.parametrize("position", [0, 8, 100, 1000, 5000, -1])
@@ -221,7 +413,7 @@ def test_any_flipped_bit_is_refused(whole: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 0x10
     path.write_bytes(content)
-    refused(lambda: load(whole), "block-0.safetensors", "restore it or train block-0 again")
+    refused(lambda: load(whole), "block-0.safetensors isn't the file", "run `train` again")
 
 
 def test_another_blocks_file_is_refused(whole: Path) -> None:
@@ -243,11 +435,21 @@ def test_a_foreign_file_with_a_right_checksum_is_refused(whole: Path) -> None:
     tensors[name] = torch.zeros(7)
     folder_of(whole).finish("block-1", tensors, {})
     refused(lambda: load(whole, "block-1"), "block-1.safetensors", "another network", name, "(7,)")
+    folder_of(whole).finish("block-0", {}, {})
+    refused(lambda: load(whole), "another network", "missing")
+    other_numbers = {name: torch.zeros(tensor.shape).half() for name, tensor in own_tensors_of("block-0").items()}
+    folder_of(whole).finish("block-0", other_numbers, {})
+    refused(lambda: load(whole), "another network", "float16 there and", "float32 here")
 
 
 def test_a_torn_sidecar_is_refused(whole: Path) -> None:
     (whole / "block-0.json").write_text('{"part": "bl')
-    refused(lambda: load(whole), "block-0.json", "JSON")
+    refused(lambda: load(whole), "block-0.json", "JSON", "delete it and run `train` again")
+    (whole / "block-0.json").write_text("[]")
+    refused(lambda: load(whole), "block-0.json", "no figures", "delete it and run `train` again")
+    (whole / "block-0.json").unlink()
+    run_job(BlockJob(RECIPE, "block-0", str(whole)))
+    load(whole)
 
 
 def test_weights_are_never_loaded_in_part() -> None:
@@ -256,6 +458,130 @@ def test_weights_are_never_loaded_in_part() -> None:
     del tensors["1.bias"]
     with pytest.raises(ValueError, match="names"):
         checkpoint.load_own_tensors(network, tensors)
+    # Nor stretched.
+    tensors["1.bias"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"'1.bias' is \(1,\) float32, not \(2,\) float32"):
+        checkpoint.load_own_tensors(network, tensors)
+    assert not torch.equal(network[1].bias, torch.ones(2))
+
+
+# Slices of a larger checkpoint
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> dict[str, Tensor]:
+    """Tensors of a network with more than block 1."""
+    tensors = {f"model.{name}": torch.randn(tensor.shape) for name, tensor in own_tensors_of("block-1").items()}
+    tensors["model.head"] = torch.randn(3)
+    return tensors
+
+
+def in_one_file(tensors: dict[str, Tensor], tmp_path: Path) -> Path:
+    save_file(tensors, tmp_path / "any.safetensors")
+    return tmp_path / "any.safetensors"
+
+
+def in_one_piece(tensors: dict[str, Tensor], tmp_path: Path) -> Path:
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def in_shards(tensors: dict[str, Tensor], tmp_path: Path) -> Path:
+    """The shard that the block doesn't need isn't even there."""
+    weight_map = {name: f"model-0000{len(name) % 2 + 1}-of-00003.safetensors" for name in tensors}
+    weight_map["model.head"] = "model-00003-of-00003.safetensors"
+    for shard in {*weight_map.values()} - {weight_map["model.head"]}:
+        save_file({name: tensors[name] for name, owner in weight_map.items() if owner == shard}, tmp_path / shard)
+    write_json(tmp_path / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of all tensors that are asked for."""
+    names: set[str] = set()
+    get = files.SavedTensors.__getitem__
+
+    def noted(tensors: files.SavedTensors, name: str) -> Tensor:
+        names.add(name)
+        return get(tensors, name)
+
+    monkeypatch.setattr(files.SavedTensors, "__getitem__", noted)
+    return names
+
+
+@pytest.mark.parametrize("written", [in_one_file, in_one_piece, in_shards])
+def test_a_block_starts_from_a_larger_checkpoint(
+    large: dict[str, Tensor], tmp_path: Path, asked: set[str], written: Callable[[dict[str, Tensor], Path], Path]
+) -> None:
+    block = Run.of(RECIPE).family.build_block(1)
+    assert load_slices(written(large, tmp_path), block, lambda name: f"model.{name}") == []
+    for name, tensor in checkpoint.own_tensors(block).items():
+        assert torch.equal(tensor, large[f"model.{name}"])
+    assert asked == large.keys() - {"model.head"}
+
+
+def test_a_block_starts_from_a_run(whole: Path, asked: set[str]) -> None:
+    (whole / "block-0.safetensors").unlink()
+    block = Run.of(RECIPE).family.build_block(1)
+    load_slices(whole, block)
+    saved = load_file(whole / "block-1.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in checkpoint.own_tensors(block).items())
+    assert asked == saved.keys()
+    spoil(whole / "block-1.safetensors", "flipped")
+    refused(lambda: load_slices(whole, block), "block-1.safetensors", "isn't the file")
+
+
+def test_slices_take_the_precision_of_the_network(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    half_precision = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
+    load_slices(in_one_file(half_precision, tmp_path), layer)
+    assert layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight, half_precision["weight"].float())
+
+
+def test_two_layers_may_start_from_one(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    path = in_one_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, tmp_path)
+    assert load_slices(path, network, lambda name: name.split(".")[1]) == []
+    assert all(torch.equal(layer.weight, torch.ones(2, 2)) for layer in network)
+
+
+def test_what_a_checkpoint_lacks_is_named_or_left(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    tensors = {name: torch.ones(tensor.shape) for name, tensor in network.state_dict().items()}
+    del tensors["1.bias"], tensors["2.weight"]
+    path = in_one_file(tensors, tmp_path)
+    before = checkpoint.own_tensors(network)["1.bias"].clone()
+    refused(lambda: load_slices(path, network), str(path), "'1.bias', one of 2")
+    assert not torch.equal(network[0].bias, torch.ones(2))
+    assert load_slices(path, network, strict=False) == ["1.bias", "2.weight"]
+    assert torch.equal(network[0].bias, torch.ones(2))
+    assert torch.equal(network[1].bias, before)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3, 2), torch.ones(1, 2), torch.ones(2, 2).to(torch.int8)])
+def test_a_slice_of_another_shape_or_kind_is_named(tmp_path: Path, wrong: Tensor) -> None:
+    layer = nn.Linear(2, 2)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    path = in_one_file({"weight": wrong, "bias": torch.ones(2)}, tmp_path)
+    refused(lambda: load_slices(path, layer), "'weight' is", str(tuple(wrong.shape)), "(2, 2) float32 here")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    refused(lambda: load_slices(tmp_path / "nothing", layer), "nothing holds no checkpoint")
+    refused(lambda: load_slices(tmp_path, layer), "holds no checkpoint")
+    (tmp_path / "model.safetensors").write_text("noise")
+    refused(lambda: load_slices(tmp_path, layer), "model.safetensors is damaged")
+    index = tmp_path / "model.safetensors.index.json"
+    write_json(index, {"weight_map": {"weight": "../model.safetensors", "bias": "model.safetensors"}})
+    refused(lambda: load_slices(tmp_path, layer), "outside its folder")
+    write_json(index, {"weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}})
+    refused(lambda: load_slices(tmp_path, layer), "a.safetensors is damaged", "restore it")
+    save_file({"bias": torch.ones(2)}, tmp_path / "a.safetensors")
+    refused(lambda: load_slices(tmp_path, layer), "'weight' is in a.safetensors, where it isn't")
 
 
 # Folders
@@ -343,7 +669,9 @@ def test_a_torn_manifest_is_refused(whole: Path) -> None:
 
 
 def test_a_run_killed_before_its_manifest_starts_anew(tmp_path: Path) -> None:
-    (tmp_path / ".manifest.json.1.tmp").write_text("{")
+    (tmp_path / ".manifest.json.1.tmp").mkdir()
+    (tmp_path / "states").mkdir()
+    (tmp_path / "states" / "manifest.lock").write_text("1")
     folder_of(tmp_path)
     assert (tmp_path / "manifest.json").exists()
 
@@ -351,7 +679,7 @@ def test_a_run_killed_before_its_manifest_starts_anew(tmp_path: Path) -> None:
 def test_a_folder_whose_manifest_another_process_just_wrote_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = Run.of(RECIPE).manifest()
+    manifest = Run.of(RECIPE).manifest
     listing = Path.iterdir
 
     def slow_listing(path: Path) -> list[Path]:
@@ -431,6 +759,7 @@ def test_merged_halves_are_the_whole(whole: Path, tmp_path: Path) -> None:
         assert (merged.path / logs).read_bytes() == (whole / logs).read_bytes()
     run = Run.of(RECIPE)
     assert figures_of_the_test_split(run, merged) == figures_of_the_test_split(run, folder_of(whole))
+    assert not list(merged.path.glob("states/block-*"))
     # It's a run's folder like any other: nothing is left to train.
     facts = run_job(BlockJob(RECIPE, "block-1", str(merged.path)))
     assert facts == read_json(whole / "block-1.json")
@@ -454,6 +783,15 @@ def test_the_same_block_with_different_bytes_is_refused(whole: Path, tmp_path: P
     tensors[min(tensors)] += 1
     folder_of(other).finish("block-1", tensors, {})
     refused(lambda: merge([whole, other], tmp_path / "merged", PARTS), "block-1", str(whole), str(other))
+
+
+def test_logs_that_cannot_be_copied_are_named(whole: Path, tmp_path: Path) -> None:
+    """shutil joins what went wrong into one error without a number."""
+    (tmp_path / "merged" / "logs" / "block-0").mkdir(parents=True)
+    (tmp_path / "merged" / "logs" / "block-0" / "from-0000000").write_text("in the way")
+    write_json(tmp_path / "merged" / "manifest.json", read_json(whole / "manifest.json"))
+    text = refused(lambda: merge([whole], tmp_path / "merged", PARTS), str(tmp_path / "merged" / "logs" / "block-0"))
+    assert "can't be written (File exists)" in text
 
 
 def test_a_missing_block_is_refused(whole: Path, tmp_path: Path) -> None:
