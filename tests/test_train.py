@@ -439,7 +439,7 @@ def test_seconds_add_up_over_stretches(tiny: Recipe, tmp_path: Path, monkeypatch
     monkeypatch.setattr(train.time, "perf_counter", lambda: float(next(clock)))
     for until in (1, 4):
         run_job(BlockJob(tiny, "block-0", str(tmp_path), until=until))
-        state = RunFolder(tmp_path, Run.of(tiny).manifest()).load_state("block-0")
+        state = RunFolder(tmp_path, Run.of(tiny).manifest).load_state("block-0")
         assert state is not None
         assert state.figures["seconds"] == until
     figures = run_job(BlockJob(tiny, "block-0", str(tmp_path)))

@@ -14,7 +14,8 @@ from diffusionblocks.partition import Call, plan_walk
 from diffusionblocks.run import BASELINES, BlockJob, Run, baseline
 
 CHECKPOINTED = "_checkpointed"
-METHODS = ("blocks", "end_to_end", "end_to_end_checkpointed", "blocks_checkpointed", "shallow_ensemble")
+DEFAULT_METHODS = ("blocks", "end_to_end", "end_to_end_checkpointed", "blocks_checkpointed", "shallow_ensemble")
+METHODS = (*DEFAULT_METHODS, "block_coordinate", "block_coordinate_checkpointed")
 Runner = Callable[[BlockJob], dict[str, Any] | None]
 
 

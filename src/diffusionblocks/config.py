@@ -5,17 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffusionblocks.errors import InputError
+from diffusionblocks.families.causal_lm import CausalLMSettings
 from diffusionblocks.families.vit import ViTSettings
 from diffusionblocks.partition import GRIDS
 from diffusionblocks.sample import STARTS, solver
 from diffusionblocks.train import TrainSettings
 
+FAMILIES: dict[str, type] = {"vit": ViTSettings, "causal_lm": CausalLMSettings}
 LAWS = ("log_normal", "equal_information")
 ANSWERS = ("last", "average")
 # They change where and how a run is done, not its result; so they may differ when a run is resumed or merged.
 FREE_FIELDS = {
     "data": ("root",),
-    "training": ("gradient_checkpointing", "checkpoint_every", "validate_every", "logger"),
+    "training": ("gradient_checkpointing", "checkpoint_every", "validate_every", "logger", "start_from"),
 }
 
 
@@ -118,15 +120,17 @@ class Recipe:
     layer_split: tuple[int, ...] | None = None
     shell: str = "per_block"
     weight: str = "none"
-    network: ViTSettings = field(default_factory=ViTSettings)
+    network: ViTSettings | CausalLMSettings = field(default_factory=ViTSettings)
     noise: NoiseSettings = field(default_factory=NoiseSettings)
     data: DataSettings = field(default_factory=DataSettings)
     training: TrainSettings = field(default_factory=TrainSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
 
     def __post_init__(self) -> None:
-        if self.family != "vit":
-            raise InputError(f"unknown family '{self.family}': choose vit")
+        if self.family not in FAMILIES:
+            raise InputError(f"unknown family '{self.family}': choose {', '.join(FAMILIES)}")
+        if type(self.network) is not FAMILIES[self.family]:
+            raise InputError(f"a network of family {self.family} has {FAMILIES[self.family].__name__}: give those")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -152,24 +156,33 @@ class Recipe:
         for name, value in fields.items():
             if name not in known:
                 raise InputError(f"unknown recipe field '{name}': choose {', '.join(known)}")
-            values[name] = _section(name, value) if name in SECTIONS else value
+            kinds = sections(fields.get("family", cls.family))
+            values[name] = _section(name, kinds[name], value) if name in kinds else value
         if values.get("layer_split") is not None:
             values["layer_split"] = tuple(values["layer_split"])
         return cls(**values)
 
 
-SECTIONS: dict[str, type] = {
-    "network": ViTSettings,
-    "noise": NoiseSettings,
-    "data": DataSettings,
-    "training": TrainSettings,
-    "inference": InferenceSettings,
-}
+def sections(family: str) -> dict[str, type]:
+    """The kind of each section of a family's recipe.
+
+    Raises:
+        InputError: an unknown family.
+    """
+    if family not in FAMILIES:
+        raise InputError(f"unknown family '{family}': choose {', '.join(FAMILIES)}")
+    return {
+        "network": FAMILIES[family],
+        "noise": NoiseSettings,
+        "data": DataSettings,
+        "training": TrainSettings,
+        "inference": InferenceSettings,
+    }
 
 
-def _section(name: str, values: dict[str, Any]) -> Any:
-    known = [f.name for f in dataclasses.fields(SECTIONS[name])]
+def _section(name: str, kind: type, values: dict[str, Any]) -> Any:
+    known = [f.name for f in dataclasses.fields(kind)]
     for key in values:
         if key not in known:
             raise InputError(f"unknown recipe field '{name}.{key}': choose {', '.join(known)}")
-    return SECTIONS[name](**values)
+    return kind(**values)

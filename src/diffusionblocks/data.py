@@ -21,6 +21,14 @@ from diffusionblocks.errors import InputError
 from diffusionblocks.image_files import NAMED, Arrays, check, read_class_folders, read_hugging_face, read_named
 
 AUGMENTATIONS = ("none", "crop-flip", "randaugment")
+# [size, channels, classes] of data sets that need not be read to plan a network for them.
+SHAPES = {
+    "digits": (8, 1, 10),
+    "mnist": (28, 1, 10),
+    "fashion-mnist": (28, 1, 10),
+    "cifar10": (32, 3, 10),
+    "hf:cifar100": (32, 3, 100),
+}
 # The splits are part of the data, not of a run: every seed is tested on the same examples.
 SPLIT_SEED = 20260101
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")

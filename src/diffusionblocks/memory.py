@@ -23,6 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
+def show_bytes(n: int) -> str:
+    """A number of bytes for a reader, e.g. 1.25 GiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if n >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n / 2**10:.1f} KiB"
+
+
 class MemoryMeter(TorchDispatchMode):
     """Context manager around training steps; `peak` holds the bytes by kind at the highest moment.
 
@@ -52,13 +60,18 @@ class MemoryMeter(TorchDispatchMode):
                 self._count("optimizer", [*average.parameters(), *average.buffers()])
             for parameter in module.parameters():
                 self._count("gradients", [parameter.grad])
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
             self._hooks.append(optimizer.register_step_post_hook(self._on_step))
-        gc.collect()
-        self._count("activations", (found for found in gc.get_objects() if issubclass(type(found), Tensor)))
+        self._count("activations", self._leftovers())
         self._raise_peak()
         super().__enter__()
         return self
+
+    def _leftovers(self) -> Iterable[Any]:
+        """Every tensor that already lives, whoever holds it."""
+        gc.collect()
+        return (found for found in gc.get_objects() if issubclass(type(found), Tensor))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -78,6 +91,9 @@ class MemoryMeter(TorchDispatchMode):
         self._raise_peak()
         return result
 
+    def _is_counted(self, found: Any) -> bool:
+        return isinstance(found, Tensor) and found.layout is torch.strided and found.device.type != "meta"
+
     def _on_gradient(self, parameter: Tensor) -> None:
         self._count("gradients", [parameter.grad], move=True)
         self._raise_peak()
@@ -88,7 +104,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _count(self, kind: str, tensors: Iterable[Any], move: bool = False) -> None:
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            if not self._is_counted(tensor):
                 continue
             storage = tensor.untyped_storage()
             entry = self._kind_of.get(storage)

@@ -6,9 +6,11 @@ A `BlockJob` is a plain value and `run_job` a plain function: executors only dec
 import importlib
 import os
 import platform
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -19,19 +21,29 @@ import torch
 from torch import nn
 
 from diffusionblocks import seeds
-from diffusionblocks.checkpoint import FORMAT, RunFolder, own_tensors
+from diffusionblocks.checkpoint import (
+    FORMAT,
+    RunFolder,
+    checkpoint_checksum,
+    load_own_tensors,
+    load_slices,
+    own_tensors,
+    read_json,
+)
 from diffusionblocks.config import Recipe
-from diffusionblocks.data import Batches, ImageData, load_images
+from diffusionblocks.data import SHAPES, Batches, ImageData, load_images
 from diffusionblocks.errors import InputError
 from diffusionblocks.evaluate import block_validation
-from diffusionblocks.families.base import Block
-from diffusionblocks.families.vit import Images, ViT, make_codes
+from diffusionblocks.families.base import Block, Family
+from diffusionblocks.families.causal_lm import CausalLM, CausalLMSettings
+from diffusionblocks.families.vit import Images, ViT, ViTSettings, make_codes
 from diffusionblocks.model import Denoiser
 from diffusionblocks.noise import EqualInformation, LogNormal, NoiseLaw
 from diffusionblocks.partition import NOISE_MAP_VERSION, make_partition
-from diffusionblocks.train import Job, Progress, TrainSettings, fit
+from diffusionblocks.residency import HostMemory
+from diffusionblocks.train import Job, Progress, TrainSettings, fit, never
 
-BASELINES = ("end_to_end", "shallow_ensemble")
+BASELINES = ("end_to_end", "shallow_ensemble", "block_coordinate")
 
 
 @lru_cache(maxsize=2)
@@ -48,10 +60,31 @@ def make_family(recipe: Recipe, data: ImageData) -> ViT:
     """The family of a recipe on its data; refuses settings that don't fit each other."""
     counts = torch.bincount(torch.as_tensor(data.train.labels), minlength=data.classes).double()
     frequencies = tuple(float(share) for share in counts / counts.sum())
-    images = Images(data.image_size, data.channels, frequencies)
-    law = make_law(recipe, images)
+    return _family(recipe, Images(data.image_size, data.channels, frequencies))
+
+
+def shaped_family(recipe: Recipe) -> Family:
+    """The family of a recipe on data of the right shape: enough for its memory. Known data sets aren't read."""
+    if isinstance(recipe.network, CausalLMSettings):
+        noise = recipe.noise
+        law = LogNormal(sigma_min=noise.sigma_min, sigma_max=noise.sigma_max)
+        partition = make_partition(law, recipe.network.layers, recipe.blocks, recipe.layer_split)
+        return CausalLM(recipe.network, partition, recipe.seed, recipe.shell, recipe.weight)
+    if recipe.data.source not in SHAPES:
+        return make_family(recipe, make_data(recipe))
+    size, channels, classes = SHAPES[recipe.data.source]
+    return _family(recipe, Images(size, channels, (1 / classes,) * classes))
+
+
+def _family(recipe: Recipe, images: Images) -> ViT:
+    assert isinstance(recipe.network, ViTSettings)
     partition = make_partition(
-        law, recipe.network.layers, recipe.blocks, recipe.layer_split, recipe.noise.cut, recipe.noise.overlap
+        make_law(recipe, images),
+        recipe.network.layers,
+        recipe.blocks,
+        recipe.layer_split,
+        recipe.noise.cut,
+        recipe.noise.overlap,
     )
     return ViT(recipe.network, images, partition, recipe.seed, recipe.shell, recipe.weight, recipe.noise.sigma_data)
 
@@ -59,6 +92,7 @@ def make_family(recipe: Recipe, data: ImageData) -> ViT:
 def make_law(recipe: Recipe, images: Images) -> NoiseLaw:
     noise = recipe.noise
     if noise.law == "equal_information":
+        assert isinstance(recipe.network, ViTSettings)
         codes = make_codes(recipe.network, images.classes, recipe.seed).double().numpy()
         return EqualInformation(codes, np.array(images.frequencies), noise.sigma_min, noise.sigma_max)
     p_mean = 0.5 if noise.p_mean is None else noise.p_mean
@@ -77,8 +111,10 @@ class Run:
 
     @classmethod
     def of(cls, recipe: Recipe, method: str = "blocks") -> "Run":
+        if recipe.family != "vit":
+            raise InputError(f"family {recipe.family} can be planned, not trained from a recipe yet: choose vit")
         data = make_data(recipe)
-        return cls(recipe, method, data, make_family(recipe, data))
+        return cls(with_start(recipe), method, data, make_family(recipe, data))
 
     @property
     def settings(self) -> TrainSettings:
@@ -96,7 +132,7 @@ class Run:
     def jobs(self) -> list[Job]:
         """One job for each part of the network that is trained alone."""
         if self.method != "blocks":
-            return baseline(self.method).jobs(self.family, self.batches)
+            return baseline(self.method).jobs(self.family, self.batches, self.settings)
         if self.recipe.shell == "joint":
             return [self._joint_job()]
         return [self._block_job(block) for block in range(self.family.partition.blocks)]
@@ -108,6 +144,7 @@ class Run:
             build=lambda: self.family.build_block(block),
             batches=self.batches(block),
             losses=lambda module, batch, step: self.family.step_losses(module, batch, block, step),
+            start=partial(start_block, self.recipe.training.start_from),
             validate=lambda module: block_validation(self.family, module, block, self.data),
         )
 
@@ -147,7 +184,9 @@ class Run:
                 owners.update(dict.fromkeys(own_tensors(job.build()), job.part))
         return owners
 
+    @cached_property
     def manifest(self) -> dict[str, Any]:
+        """What the run's folder must hold; everything that tells one run from another."""
         partition = self.family.partition
         return {
             "format": FORMAT,
@@ -172,20 +211,20 @@ class Run:
         }
 
     def folder(self, path: Path | str) -> RunFolder:
-        return RunFolder(path, self.manifest())
+        return RunFolder(path, self.manifest)
 
     def denoiser(self, folder: RunFolder) -> Denoiser:
-        """The trained chain; blocks are read from the folder one at a time."""
+        """The chain as it stands; blocks are read from the folder one at a time, unfinished ones as last saved."""
 
         def load(number: int) -> Block:
             if self.recipe.shell == "joint":
                 joint = self.family.build_joint()
-                folder.load("joint", joint)
+                load_latest(folder, "joint", joint)
                 block = joint.blocks[number]
                 assert isinstance(block, Block)
                 return block
             block = self.family.build_block(number)
-            folder.load(f"block-{number}", block)
+            load_latest(folder, f"block-{number}", block)
             return block
 
         return Denoiser(self.family, load)
@@ -198,6 +237,51 @@ class Run:
             folder.load(job.part, network)
             networks.append(network.eval())
         return networks
+
+
+def with_start(recipe: Recipe) -> Recipe:
+    """The recipe with the checksum of the checkpoint it starts from: another one would make it another run.
+
+    Raises:
+        InputError: no checkpoint there, or not the one that the recipe names.
+    """
+    training = recipe.training
+    if training.start_from is None:
+        return recipe
+    found = checkpoint_checksum(training.start_from)
+    if training.start_checksum not in (None, found):
+        raise InputError(f"{training.start_from} isn't the checkpoint that this run started from: give that one")
+    return replace(recipe, training=replace(training, start_checksum=found))
+
+
+def start_block(checkpoint: str | None, block: nn.Module) -> None:
+    """Fills a block's layers, and what its shell has in common with the checkpoint's network; warns of the rest.
+
+    Only this block's tensors are read. A plain network (an end-to-end run, say) has no shells: there the block's stem
+    and head are looked up without theirs.
+    """
+    if checkpoint is None:
+        return
+    manifest = Path(checkpoint) / "manifest.json"
+    plain = not manifest.exists() or read_json(manifest)["method"] != "blocks"
+    names = partial(re.sub, r"^shells\.\w+\.", "") if plain else str
+    lacking = load_slices(checkpoint, block, names, strict=False)
+    if not any(name.startswith("stack.") for name in block.state_dict() if name not in lacking):
+        raise InputError(f"{checkpoint} has none of this block's layers: give a checkpoint of the same network")
+    if lacking:
+        warnings.warn(f"{checkpoint} lacks {len(lacking)} tensors, e.g. {lacking[0]}: they start anew", stacklevel=2)
+
+
+def load_latest(folder: RunFolder, part: str, module: nn.Module) -> None:
+    """Loads a finished part, or what its last saved state would be finished with; warns of the latter."""
+    state = None if (folder.path / f"{part}.json").exists() else folder.load_state(part)
+    if state is None:
+        folder.load(part, module)
+        return
+    warnings.warn(f"{part} isn't finished: its weights after update {state.update} are used", stacklevel=2)
+    averaged = any(name.startswith("average/") for name in state.tensors)
+    prefix = "average/module." if averaged else "module/"
+    load_own_tensors(module, state.tensors, prefix)
 
 
 def baseline(name: str) -> ModuleType:
@@ -225,10 +309,21 @@ class BlockJob:
     until: int | None = None
 
 
-def run_job(job: BlockJob, progress: Progress | None = None) -> dict[str, Any] | None:
-    """Trains one part and returns its figures; None where it stopped before the end."""
-    run = Run.of(job.recipe, job.method)
+def run_job(
+    job: BlockJob,
+    progress: Progress | None = None,
+    stop: Callable[[], bool] = never,
+    host: HostMemory | None = None,
+) -> dict[str, Any] | None:
+    """Trains one part and returns its figures; None where it stopped before the end. `stop` and `host` as in `fit`."""
+    run = _run(job.recipe, job.method, os.environ.get("DIFFUSIONBLOCKS_DATA"))
     parts = {candidate.part: candidate for candidate in run.jobs()}
     if job.part not in parts:
         raise InputError(f"there is no {job.part}: this run trains {', '.join(parts)}")
-    return fit(parts[job.part], run.settings, run.folder(job.folder), job.until, progress)
+    return fit(parts[job.part], run.settings, run.folder(job.folder), job.until, progress, stop, host)
+
+
+# A rotation comes back to the same run at every visit, and its manifest takes longer to make than a short visit.
+@lru_cache(maxsize=2)
+def _run(recipe: Recipe, method: str, data_root: str | None) -> Run:
+    return Run.of(recipe, method)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from diffusionblocks import seeds
 from diffusionblocks.families.base import Family
-from diffusionblocks.train import Job
+from diffusionblocks.train import Job, TrainSettings
 
 
-def jobs(family: Family, batches: Callable[[int], Callable[[int], object]]) -> list[Job]:
+def jobs(family: Family, batches: Callable[[int], Callable[[int], object]], settings: TrainSettings) -> list[Job]:
     """One job: all layers. It draws as no block does (`seeds.NO_BLOCK`)."""
     layers = tuple(layer for group in family.partition.layers for layer in group)
     return [plain_job(family, "network", layers, seeds.NO_BLOCK, batches)]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from diffusionblocks.baselines.end_to_end import plain_job
 from diffusionblocks.families.base import Family
-from diffusionblocks.train import Job
+from diffusionblocks.train import Job, TrainSettings
 
 
-def jobs(family: Family, batches: Callable[[int], Callable[[int], object]]) -> list[Job]:
+def jobs(family: Family, batches: Callable[[int], Callable[[int], object]], settings: TrainSettings) -> list[Job]:
     """One job for each block's layers, with that block's draws."""
     groups = enumerate(family.partition.layers)
     return [plain_job(family, f"network-{block}", layers, block, batches) for block, layers in groups]

@@ -32,6 +32,8 @@ def run_in_rotation(jobs: Sequence[BlockJob], run: Runner, visit: int) -> list[d
 
 def _alone(job: BlockJob, run: Runner) -> dict[str, Any] | None:
     figures = run(job)
-    # Modules hold reference cycles: without a collection the last block would live on beside the next.
-    gc.collect()
+    if figures is not None:
+        # A cycle through a module would keep a block beside the next. There is none at the end of a visit, and a
+        # collection takes as long as several updates of a small block.
+        gc.collect()
     return figures
