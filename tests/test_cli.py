@@ -20,8 +20,8 @@ from PIL import Image
 
 from diffusionblocks import cli
 from diffusionblocks.cli import main
-from diffusionblocks.compare import METHODS
-from diffusionblocks.config import SECTIONS, Recipe
+from diffusionblocks.compare import DEFAULT_METHODS
+from diffusionblocks.config import FAMILIES, Recipe, sections
 from diffusionblocks.memory import KINDS
 from diffusionblocks.recipes import RECIPES
 from diffusionblocks.run import BlockJob
@@ -180,10 +180,12 @@ def test_a_recipe_is_its_own_default(name: str, monkeypatch: pytest.MonkeyPatch)
     assert found == [RECIPES[name]]
 
 
-def test_short_spellings_are_unambiguous() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_short_spellings_are_unambiguous(family: str) -> None:
     own = [field.name for field in dataclasses.fields(Recipe)]
-    leaves = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    leaves = [field.name for section in sections(family).values() for field in dataclasses.fields(section)]
     of_commands = ["json", "out", "config", "block", "executor", "rotate", "methods", "quick", "recipe", "data_root"]
+    of_commands += ["page_to", "budget", "chart"]
     assert [name for name, times in Counter([*own, *leaves, *of_commands]).items() if times > 1] == []
 
 
@@ -200,10 +202,12 @@ def test_help_lists_the_options(command: str, flag: str, capsys: pytest.CaptureF
         "evaluate": ["folder", "--steps", "--start", "--starts", "--solver", "--answer", "--data_root", "--json"],
         "report": ["folder", "--json"],
     }
-    sections = [f"--{name}.{field.name}" for name, kind in SECTIONS.items() for field in dataclasses.fields(kind)]
-    recipe = ["RECIPE", "--seed", "--blocks", "--layer_split", "--shell", "--weight", "--out", "--config", *sections]
-    expected["train"] = [*recipe, "--block", "--rotate", "--executor"]
-    expected["compare"] = [*recipe, "--methods", "--quick"]
+    kinds = sections("vit").items()
+    leaves = [f"--{name}.{field.name}" for name, kind in kinds for field in dataclasses.fields(kind)]
+    recipe = ["RECIPE", "--seed", "--blocks", "--layer_split", "--shell", "--weight", "--config", *leaves]
+    expected["plan"] = [*recipe, "--budget", "--methods", "--chart"]
+    expected["train"] = [*recipe, "--out", "--block", "--rotate", "--page_to", "--executor"]
+    expected["compare"] = [*recipe, "--out", "--methods", "--quick"]
     assert [option for option in expected[command] if option.lower() not in text.lower()] == []
 
 
@@ -309,8 +313,8 @@ def test_comparison_keeps_its_contract(compared: Path) -> None:
     found = read(compared / "comparison.json")
     assert found == read(compared.parent / "copy.json")
     assert (found["recipe"], found["seed"]) == ("vit-digits", 0)
-    assert [row["method"] for row in found["rows"]] == list(METHODS)
-    assert {"end_to_end", "end_to_end_checkpointed", "blocks", "blocks_checkpointed"} <= set(METHODS)
+    assert [row["method"] for row in found["rows"]] == list(DEFAULT_METHODS)
+    assert {"end_to_end", "end_to_end_checkpointed", "blocks", "blocks_checkpointed"} <= set(DEFAULT_METHODS)
     for row in found["rows"]:
         assert_bytes(row["peak_bytes"])
         # 20 updates of 8 examples through 3 layers, however they are cut.
@@ -343,7 +347,7 @@ def test_quick_is_20_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Stop):
             main(["compare", "vit-digits", *words])
     assert [recipe.training.updates for recipe, _ in found] == [20, 400, 400]
-    assert [methods for _, methods in found] == [list(METHODS), ["blocks"], ["blocks", "end_to_end"]]
+    assert [methods for _, methods in found] == [list(DEFAULT_METHODS), ["blocks"], ["blocks", "end_to_end"]]
 
 
 class Page(HTMLParser):
@@ -389,7 +393,7 @@ def test_report_is_one_page_with_all_of_it(compared: Path) -> None:
     head, *rows = page.rows
     assert head[:2] == ["method", "test accuracy"]
     assert set(KINDS) <= set(head)
-    assert [row[0] for row in rows] == [method.replace("_", " ") for method in METHODS]
+    assert [row[0] for row in rows] == [method.replace("_", " ") for method in DEFAULT_METHODS]
     assert [row[1] for row in rows] == [f"{100 * row['test_accuracy']:.1f} %" for row in comparison["rows"]]
     assert all(len(row) == len(head) for row in rows)
     assert json.loads(page.settings) == comparison["settings"]
@@ -403,7 +407,7 @@ def test_report_is_one_page_with_all_of_it(compared: Path) -> None:
 
 REFUSED = {
     # words: what the line must say
-    "fly": "unknown command 'fly': choose partition, train",
+    "fly": "unknown command 'fly': choose partition, plan, train",
     "train": "needs a recipe: choose vit-digits",
     "train --seed 1": "needs a recipe",
     "train vit-foo": "unknown recipe 'vit-foo': choose vit-digits",
@@ -559,7 +563,6 @@ def test_faults_of_trained_folders_are_named(trained: Path, capsys: pytest.Captu
 
     faults = {
         "missing": ("block-1.safetensors", None, "block-1.safetensors is missing"),
-        "no sidecar": ("block-1.json", None, "unfinished"),
         "truncated": ("block-1.safetensors", (trained / "block-1.safetensors").read_bytes()[:-9], "block-1"),
         "empty": ("block-1.safetensors", b"", "block-1"),
         "foreign": ("block-1.safetensors", (trained / "block-0.safetensors").read_bytes(), "block-1"),

@@ -1,32 +1,37 @@
 """The command line. Exit codes: 0 done, 2 bad input (one sentence, no traceback), 1 a fault of ours."""
 
+import signal
 import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from diffusionblocks import plan as planner
 from diffusionblocks import recipes, report
 from diffusionblocks.checkpoint import merge, read_json, write_json
-from diffusionblocks.compare import METHODS, compare, plan_of, walk_report
-from diffusionblocks.config import SECTIONS, InferenceSettings, Recipe
+from diffusionblocks.compare import DEFAULT_METHODS, METHODS, compare, plan_of, walk_report
+from diffusionblocks.config import InferenceSettings, Recipe, sections
 from diffusionblocks.errors import InputError
 from diffusionblocks.evaluate import block_report, contributions, step_sweep
 from diffusionblocks.executors import local
 from diffusionblocks.noise import LogNormal
 from diffusionblocks.partition import CUTS, GRIDS, make_partition, plan_walk
+from diffusionblocks.residency import PLACES, HostMemory
 from diffusionblocks.run import BlockJob, Run, run_job
+from diffusionblocks.train import Stopped
 
 # As wide as the tables need where the output isn't a terminal, so that a log file keeps whole rows.
-console = Console(width=None if sys.stdout.isatty() else 140)
+console = Console(width=None if sys.stdout.isatty() else 150)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,10 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (InputError, ArgumentError) as error:
             print(f"diffusionblocks: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
+        except Stopped as stopped:
+            print(f"diffusionblocks: {stopped}; its state is saved, the same command goes on from it", file=sys.stderr)
+            return stopped.code
         except KeyboardInterrupt:
             print("diffusionblocks: stopped; the same command goes on from the last saved state", file=sys.stderr)
             return 130
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            print(f"diffusionblocks: {OUT_OF_MEMORY}", file=sys.stderr)
+            return 2
     return 0
+
+
+OUT_OF_MEMORY = (
+    "this machine's memory doesn't hold it: `diffusionblocks plan RECIPE` shows what fits; more blocks, "
+    "--gradient-checkpointing true or a smaller batch_size need less"
+)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # The CPU allocator's error has no class of its own.
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def usage() -> str:
@@ -93,6 +118,23 @@ def partition_command(words: list[str]) -> None:
     _write_figures(args, {"blocks": blocks, "walk": calls})
 
 
+def plan_command(words: list[str]) -> None:
+    """Predicts the memory of every way to train a recipe, by kind, and recommends the cheapest that fits."""
+    recipe, args = _recipe_arguments("plan", words, _plan_options)
+    budget = planner.machine_memory() if args.budget is None else planner.read_bytes(args.budget)
+    rows = planner.plan(recipe, methods=args.methods)
+    recommended = planner.recommend(rows, budget)
+    console.print(report.plan_table(recipe.name, rows, budget))
+    choice = (
+        "nothing" if recommended["method"] is None else f"{recommended['method']}, {recommended['blocks']} block(s)"
+    )
+    console.print(f"recommended: {choice.replace('_', ' ')}: {recommended['why']}", highlight=False, soft_wrap=True)
+    if args.chart is not None:
+        report.draw_plan(rows, budget, Path(args.chart))
+    figures = {"recipe": recipe.name, "budget": budget, "rows": [asdict(row) for row in rows]}
+    _write_figures(args, {**figures, "recommended": recommended})
+
+
 def train_command(words: list[str]) -> None:
     """Trains a recipe block by block, or one block of it; goes on by itself where an earlier run stopped."""
     recipe, args = _recipe_arguments("train", words, _train_options)
@@ -103,11 +145,18 @@ def train_command(words: list[str]) -> None:
         parts = [_part_of_block(run, args.block)]
     _print_recipe(recipe)
     jobs = [BlockJob(recipe, part, str(out)) for part in parts]
-    with _progress() as runner:
-        if args.rotate is None:
-            figures = local.run_in_order(jobs, runner)
-        else:
-            figures = local.run_in_rotation(jobs, runner, args.rotate)
+    if args.page_to is not None and args.rotate is None:
+        raise InputError("page_to has no effect without --rotate: give both, or leave it out")
+    host = HostMemory() if args.page_to == "host" else None
+    with _stop_signals() as stop, _progress(stop, host) as runner:
+        try:
+            if args.rotate is None:
+                figures = local.run_in_order(jobs, runner)
+            else:
+                figures = local.run_in_rotation(jobs, runner, args.rotate)
+        finally:
+            if host is not None:
+                host.save()
     rows = [figure for figure in figures if figure is not None]
     shown = [
         {
@@ -178,7 +227,7 @@ def compare_command(words: list[str]) -> None:
         recipe = recipes.quick(recipe)
     out = Path(args.out or f"runs/compare-{recipe.name}")
     _print_recipe(recipe)
-    with _progress() as runner:
+    with _stop_signals() as stop, _progress(stop) as runner:
         comparison = compare(recipe, args.methods, out, runner)
     report.draw_comparison(comparison, out, out / "comparison.png")
     console.print(report.comparison_table(comparison))
@@ -198,6 +247,7 @@ def report_command(words: list[str]) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "partition": partition_command,
+    "plan": plan_command,
     "train": train_command,
     "merge": merge_command,
     "evaluate": evaluate_command,
@@ -206,14 +256,25 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
+def _plan_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--budget", type=str | None, default=None, help="e.g. 8GiB; default: this machine's memory")
+    parser.add_argument("--methods", type=list[str], default=list(planner.METHODS), help="which rows")
+    parser.add_argument("--chart", type=str | None, default=None, help="also draw the table into this picture")
+
+
 def _train_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=str | None, default=None, help="output folder")
     parser.add_argument("--block", type=int | None, default=None, help="train this block alone")
     parser.add_argument("--executor", choices=["local"], default="local", help="where the blocks train")
     parser.add_argument("--rotate", type=int | None, default=None, help="updates of each visit; default: in order")
+    parser.add_argument(
+        "--page_to", choices=PLACES, default=None, help="where idle blocks are kept; default with --rotate: disk"
+    )
 
 
 def _compare_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--methods", type=list[str], default=list(METHODS), help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--out", type=str | None, default=None, help="output folder")
+    parser.add_argument("--methods", type=list[str], default=list(DEFAULT_METHODS), help=f"of {', '.join(METHODS)}")
     parser.add_argument("--quick", action=ActionYesNo, default=False, help="20 updates: shows that it works")
 
 
@@ -239,18 +300,19 @@ def _recipe_arguments(
     named = words[0] if words and not words[0].startswith("-") else None
     if named is None and not {"-h", "--help"} & set(words):
         raise InputError(f"{command} needs a recipe: choose {', '.join(recipes.RECIPES)}")
-    recipe = recipes.find(named or "vit-digits")
+    find = recipes.find_to_plan if command == "plan" else recipes.find
+    recipe = find(named or "vit-digits")
     parser = _parser(command)
-    parser.add_argument("recipe", help=", ".join(recipes.RECIPES))
-    parser.add_argument("--out", type=str | None, default=None, help="output folder")
+    parser.add_argument("recipe", help=", ".join((*recipes.RECIPES, *(recipes.SIZES if command == "plan" else ()))))
     parser.add_argument("--config", action="config", help="a YAML file with keys as below")
     options(parser)
-    parser.add_class_arguments(Recipe, skip={"name", "family"})
+    parser.add_class_arguments(Recipe, skip={"name", "family", "network"})
+    parser.add_class_arguments(type(recipe.network), "network")
     parser.set_defaults(_flat(recipe))
     args = _parse(parser, words)
-    sections = {name: kind(**args[name].as_dict()) for name, kind in SECTIONS.items()}
-    top = {f.name: args[f.name] for f in fields(Recipe) if f.name not in {"name", "family", *SECTIONS}}
-    return replace(recipe, **top, **sections), args
+    parts = {name: kind(**args[name].as_dict()) for name, kind in sections(recipe.family).items()}
+    top = {f.name: args[f.name] for f in fields(Recipe) if f.name not in {"name", "family", *parts}}
+    return replace(recipe, **top, **parts), args
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:
@@ -337,7 +399,32 @@ def _print_recipe(recipe: Recipe) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[BlockJob], dict[str, Any] | None]]:
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM or Ctrl-C has asked to stop: training then saves its state first. A second one stops at once."""
+    received: list[int] = []
+    former = {int(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(number, former[number])
+
+    for number in former:
+        signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    except Stopped as stopped:
+        # A scheduler's SIGTERM is an orderly end; after Ctrl-C a shell loop should end too.
+        stopped.code = 130 if signal.SIGINT in received else 0
+        raise
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(
+    stop: Callable[[], bool], host: HostMemory | None = None
+) -> Iterator[Callable[[BlockJob], dict[str, Any] | None]]:
     """A runner of block jobs that shows a bar for each part."""
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), console=console) as bars:
@@ -352,7 +439,7 @@ def _progress() -> Iterator[Callable[[BlockJob], dict[str, Any] | None]]:
             def show(part: str, update: int, loss: float) -> None:
                 bars.update(tasks[key], completed=update, loss=loss)
 
-            figures = run_job(job, show)
+            figures = run_job(job, show, stop, host)
             if figures is not None:
                 bars.update(tasks[key], completed=figures["updates"])
             return figures
@@ -371,12 +458,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def _write_figures(args: Namespace, figures: dict[str, Any]) -> None:
     if args.json is not None:
-        try:
-            write_json(Path(args.json), figures)
-        except OSError as error:
-            raise InputError(
-                f"the figures can't be written to {args.json} ({error.strerror}): choose another"
-            ) from None
+        write_json(Path(args.json), figures)
 
 
 def _show_warning(message: Any, *_: Any, **__: Any) -> None:

@@ -4,7 +4,7 @@ import base64
 import csv
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from diffusionblocks.checkpoint import read_json, write_atomic, write_text
 from diffusionblocks.errors import InputError
 from diffusionblocks.memory import KINDS
+from diffusionblocks.plan import Row
 
 MIB = 2**20
 # Okabe and Ito's palette: told apart by colour-blind readers too.
@@ -93,23 +94,61 @@ def draw_comparison(comparison: dict[str, Any], folder: Path, path: Path) -> Non
     curves.set(xlabel="update of the part", ylabel="training cross-entropy, nats", title="Loss of each part")
     curves.set_ylim(bottom=0)
     curves.legend(frameon=False)
-    _draw_bars(bars, comparison["rows"])
+    _draw_bars(bars, {row["method"].replace("_", " "): row["peak_bytes"] for row in comparison["rows"]})
     write_atomic(path, lambda draft: figure.savefig(draft, format="png", dpi=120))
 
 
-def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    names = [row["method"].replace("_", " ") for row in rows]
-    left = [0.0] * len(rows)
+def _draw_bars(axes: Any, peaks: dict[str, dict[str, int]]) -> None:
+    """Bytes by kind, a bar for each name, the totals at their ends."""
+    unit, name = unit_of(peaks.values())
+    left = [0.0] * len(peaks)
     for kind, colour in zip(KINDS, COLOURS, strict=False):
-        widths = [row["peak_bytes"][kind] / MIB for row in rows]
-        axes.barh(names, widths, left=left, label=kind, color=colour)
+        widths = [peak[kind] / unit for peak in peaks.values()]
+        axes.barh(list(peaks), widths, left=left, label=kind, color=colour)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for index, total in enumerate(left):
         axes.text(total, index, f" {total:.1f}", va="center")
     axes.invert_yaxis()
     axes.set_xlim(right=1.12 * max(left))
-    axes.set(xlabel="MiB at the peak of a training step", title="Training memory, counted")
+    axes.set(xlabel=f"{name} at the peak of a training step", title="Training memory, counted")
     axes.legend(frameon=False, fontsize="small")
+
+
+def unit_of(peaks: Iterable[dict[str, int]]) -> tuple[int, str]:
+    """The unit in which totals of that size read well."""
+    return (2**30, "GiB") if max(peak["total"] for peak in peaks) >= 10 * 2**30 else (MIB, "MiB")
+
+
+def plan_table(name: str, rows: Sequence[Row], budget: int) -> Table:
+    """Every planned way to train: bytes by kind, and what they hold."""
+    size, unit = unit_of(row.peak_bytes for row in rows)
+    table = Table(title=f"{name}: tensors at the peak of a training step, {unit}")
+    for column in ("method", "blocks", *KINDS, "total", "shell", "logits", "noisy stream", "fits"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for row in rows:
+        kinds = [f"{row.peak_bytes[kind] / size:,.2f}" for kind in (*KINDS, "total")]
+        parts = [
+            f"{row.of_which[part] / size:,.2f}" for part in ("shell", "logits", "noisy_stream") if part in row.of_which
+        ]
+        fits = "yes" if row.peak_bytes["total"] <= budget else "no"
+        table.add_row(row.method.replace("_", " "), str(row.blocks), *kinds, *parts, *[""] * (3 - len(parts)), fits)
+    return table
+
+
+def draw_plan(rows: Sequence[Row], budget: int, path: Path) -> None:
+    """Every way to train as a bar of its bytes by kind, and the budget as a line; a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.5 + 0.28 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    peaks = {f"{row.method.replace('_', ' ')}, {row.blocks} block(s)": row.peak_bytes for row in rows}
+    _draw_bars(axes, peaks)
+    if budget <= max(peak["total"] for peak in peaks.values()):
+        axes.axvline(budget / unit_of(peaks.values())[0], color="black", linewidth=1, linestyle="--")
+    axes.set_title("Training memory, planned (dashed: the budget)")
+    write_atomic(path, lambda draft: figure.savefig(draft, format="png", dpi=120))
 
 
 def smooth(values: Sequence[float], window: int = 10) -> list[float]:
