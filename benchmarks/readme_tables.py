@@ -58,7 +58,8 @@ def quality() -> str:
 
 
 def memory() -> str:
-    found = {(row["layers"], row["method"]): row["peak_bytes"]["total"] / MIB for row in result("memory")["rows"]}
+    rows = [row for row in result("memory")["rows"] if row["series"] == "layers"]
+    found = {(row["value"], row["method"]): row["peak_bytes"]["total"] / MIB for row in rows}
     depths = sorted({depth for depth, _ in found})
     methods = ("end_to_end", "end_to_end_checkpointed", "blocks", "blocks_checkpointed")
     rows = [[m.replace("_", " "), *(f"{found[depth, m]:,.0f}" for depth in depths)] for m in methods]

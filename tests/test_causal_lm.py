@@ -17,7 +17,7 @@ from diffusionblocks.families.causal_lm import CausalLM, CausalLMSettings, Causa
 from diffusionblocks.layers import rms_norm
 from diffusionblocks.noise import LogNormal
 from diffusionblocks.partition import Draw, make_partition
-from test_layers import numbers, randomised
+from test_layers import joined, numbers, randomised, through
 
 SMALL = CausalLMSettings(
     layers=4, width=32, heads=4, kv_heads=2, mlp=48, vocabulary=11, tokens=6, condition_width=8, code_dim=5, chunk=0
@@ -65,12 +65,14 @@ def test_layer_starts_as_the_plain_one_and_its_contexts_condition_is_fixed() -> 
     assert plain.modulation is None
     plain.load_state_dict({key: value for key, value in layer.state_dict().items() if "modulation" not in key})
     h, one, other = numbers(3, 8, 32), numbers(3, 8), numbers(3, 8, seed=1)
-    torch.testing.assert_close(layer(h, one, 4), plain(h, None, 4), rtol=0, atol=1e-5)
+    torch.testing.assert_close(joined(layer, h, 4, one), joined(plain, h, 4, None), rtol=0, atol=1e-5)
     assert layer.modulation is not None
     randomised(layer.modulation)
-    assert torch.equal(layer(h, one, 4)[:, :4], layer(h, other, 4)[:, :4])
-    assert not torch.isclose(layer(h, one, 4)[:, 4:], layer(h, other, 4)[:, 4:]).all(2).any()
-    torch.testing.assert_close(layer(h, one, 4)[:, :4], layer(h[:, :4], torch.zeros(3, 8)), rtol=0, atol=1e-5)
+    assert torch.equal(joined(layer, h, 4, one)[:, :4], joined(layer, h, 4, other)[:, :4])
+    assert not torch.isclose(joined(layer, h, 4, one)[:, 4:], joined(layer, h, 4, other)[:, 4:]).all(2).any()
+    torch.testing.assert_close(
+        joined(layer, h, 4, one)[:, :4], layer(h[:, :4], torch.zeros(3, 8))[0], rtol=0, atol=1e-5
+    )
 
 
 # -- what sees what -----------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def test_clean_stream_knows_neither_z_nor_sigma() -> None:
     x, z, sigma = batch_of().x, noisy_codes(), draw_of(family, block=1).sigma
 
     def features(z: Tensor, sigma: Tensor) -> Tensor:
-        return block.stack(*block.shell.enter(z, x, sigma))
+        return through(block, z, x, sigma)
 
     before = features(z, sigma)
     for changed in (features(z + 1, sigma), features(z, 2 * sigma)):

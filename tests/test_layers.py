@@ -19,7 +19,9 @@ from diffusionblocks.layers import (
     Patches,
     SwiGLU,
     random_codes,
+    rms_norm,
     rotate,
+    scaled_norm,
     simplex_codes,
     unit_norm,
 )
@@ -117,6 +119,23 @@ def test_random_codes_are_seeded_unit_vectors() -> None:
 # -- attention and patches ----------------------------------------------------------------------------------------
 
 
+def joined(part: nn.Module, h: Tensor, context: int, *condition: Tensor | None) -> Tensor:
+    """What a layer or an attention makes of h, whose first `context` tokens are an isolated context."""
+    if context == 0:
+        return part(h, *condition)[0]
+    found, still = part(h[:, context:], *condition, h[:, :context])
+    return torch.cat([still, found], dim=1)
+
+
+def through(block: nn.Module, z: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
+    """The context and the tokens after a block's layers, all of them computed to the end."""
+    assert isinstance(block, Block)
+    h, condition, context = block.shell.enter(z, x, sigma)
+    for layer in block.stack.layers.values():
+        h, context = layer(h, condition, context)
+    return h if context is None else torch.cat([context, h], dim=1)
+
+
 def masked_attention(attention: Attention, h: Tensor, context: int) -> Tensor:
     """The same map with an explicit mask, head by head."""
     n, tokens, width = h.shape
@@ -135,7 +154,8 @@ def masked_attention(attention: Attention, h: Tensor, context: int) -> Tensor:
 def test_attention_agrees_with_an_explicit_mask(context: int) -> None:
     attention, h = randomised(Attention(16, 4)), numbers(3, 7, 16)
     assert isinstance(attention, Attention)
-    torch.testing.assert_close(attention(h, context), masked_attention(attention, h, context), rtol=0, atol=1e-6)
+    expected = masked_attention(attention, h, context)
+    torch.testing.assert_close(joined(attention, h, context), expected, rtol=0, atol=1e-6)
 
 
 def test_context_sees_only_itself() -> None:
@@ -143,11 +163,11 @@ def test_context_sees_only_itself() -> None:
     later, earlier = h.clone(), h.clone()
     later[:, 5:] += 1
     earlier[:, 0] += 1
-    before = attention(h, 5)
-    assert torch.equal(attention(later, 5)[:, :5], before[:, :5])
-    assert not torch.isclose(attention(later, 5)[:, 5:], before[:, 5:]).all(2).any()
+    before = joined(attention, h, 5)
+    assert torch.equal(joined(attention, later, 5)[:, :5], before[:, :5])
+    assert not torch.isclose(joined(attention, later, 5)[:, 5:], before[:, 5:]).all(2).any()
     # The later tokens see the context, and the context's tokens each other.
-    assert not torch.isclose(attention(earlier, 5), before).all(2).any()
+    assert not torch.isclose(joined(attention, earlier, 5), before).all(2).any()
 
 
 def test_without_context_all_tokens_see_all() -> None:
@@ -155,7 +175,7 @@ def test_without_context_all_tokens_see_all() -> None:
     for token in range(7):
         changed = h.clone()
         changed[:, token] += 1
-        assert not torch.isclose(attention(changed), attention(h)).all(2).any()
+        assert not torch.isclose(attention(changed)[0], attention(h)[0]).all(2).any()
 
 
 def masked_causal_attention(attention: CausalAttention, h: Tensor, visible: Tensor) -> Tensor:
@@ -184,7 +204,7 @@ def test_causal_attention_agrees_with_an_explicit_mask(context: int, kv_heads: i
     assert isinstance(attention, CausalAttention)
     visible = two_streams(context) if context else two_streams(6)[:6, :6]
     h = numbers(3, len(visible), 32).requires_grad_()
-    out, expected = attention(h, context), masked_causal_attention(attention, h, visible)
+    out, expected = joined(attention, h, context), masked_causal_attention(attention, h, visible)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     loss, parameters = numbers(*out.shape, seed=1), [h, *attention.parameters()]
     got, wanted = (torch.autograd.grad((loss * end).sum(), parameters) for end in (out, expected))
@@ -197,7 +217,7 @@ def test_the_noisy_streams_own_score_may_be_extreme() -> None:
     for scale in (1e-2, 30.0):
         h = scale * numbers(2, 12, 32)
         expected = masked_causal_attention(attention, h, two_streams(6))
-        torch.testing.assert_close(attention(h, 6), expected, rtol=1e-4, atol=1e-4 * scale)
+        torch.testing.assert_close(joined(attention, h, 6), expected, rtol=1e-4, atol=1e-4 * scale)
 
 
 def test_shared_keys_and_values_are_repeated_ones() -> None:
@@ -208,7 +228,7 @@ def test_shared_keys_and_values_are_repeated_ones() -> None:
     repeated.load_state_dict(state)
     h = numbers(3, 8, 32)
     for context in (0, 4):
-        torch.testing.assert_close(shared(h, context), repeated(h, context), rtol=0, atol=1e-5)
+        torch.testing.assert_close(joined(shared, h, context), joined(repeated, h, context), rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("little_to_sweep")
@@ -217,15 +237,15 @@ def test_causal_attention_makes_nothing_of_tokens_by_tokens(kv_heads: int) -> No
     attention, peaks = CausalAttention(16, 2, kv_heads), []
     for context in (256, 512):
         with MemoryMeter() as meter:
-            attention(numbers(1, 2 * context, 16), context).sum().backward()
+            joined(attention, numbers(1, 2 * context, 16), context).sum().backward()
         peaks.append(meter.peak["activations"])
     # The weights' gradients are there in the second round alone.
     assert peaks[1] < 2.1 * peaks[0]
 
 
 def test_two_streams_have_the_same_length() -> None:
-    with pytest.raises(ValueError, match="7 tokens aren't 3 clean and as many noisy ones"):
-        CausalAttention(32, 4, 4)(numbers(1, 7, 32), 3)
+    with pytest.raises(ValueError, match="3 clean tokens can't be the context of 4 noisy ones"):
+        CausalAttention(32, 4, 4)(numbers(1, 4, 32), numbers(1, 3, 32))
 
 
 def test_rotary_products_depend_on_the_distance_alone() -> None:
@@ -281,14 +301,15 @@ def test_layer_starts_as_the_plain_one(context: int) -> None:
     plain.load_state_dict({key: value for key, value in layer.state_dict().items() if "modulation" not in key})
     h = numbers(3, 6, 16)
     for seed in range(3):
-        assert torch.equal(layer(h, 100 * numbers(3, 8, seed=seed), context), plain(h, None, context))
-    assert not torch.equal(plain(h, None, context), h)
+        found, expected = joined(layer, h, context, 100 * numbers(3, 8, seed=seed)), joined(plain, h, context, None)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert not torch.isclose(expected, h).all(2).any()
 
 
 @pytest.mark.parametrize("context", [0, 4])
 def test_layer_with_closed_gates_starts_as_the_identity(context: int) -> None:
     h = numbers(3, 6, 16)
-    assert torch.equal(conditioned(gates=0.0)(h, numbers(3, 8), context), h)
+    assert torch.equal(joined(conditioned(gates=0.0), h, context, numbers(3, 8)), h)
 
 
 @pytest.mark.parametrize("gates", [0.0, 1.0])
@@ -297,19 +318,21 @@ def test_contexts_condition_is_fixed(gates: float) -> None:
     assert layer.modulation is not None
     randomised(layer.modulation)
     h, one, other = numbers(3, 6, 16), numbers(3, 8), numbers(3, 8, seed=1)
-    assert torch.equal(layer(h, one, 4)[:, :4], layer(h, other, 4)[:, :4])
-    assert not torch.isclose(layer(h, one, 4)[:, 4:], layer(h, other, 4)[:, 4:]).all(2).any()
-    assert not torch.isclose(layer(h, one), layer(h, other)).all(2).any()
+    assert torch.equal(joined(layer, h, 4, one)[:, :4], joined(layer, h, 4, other)[:, :4])
+    assert not torch.isclose(joined(layer, h, 4, one)[:, 4:], joined(layer, h, 4, other)[:, 4:]).all(2).any()
+    assert not torch.isclose(layer(h, one)[0], layer(h, other)[0]).all(2).any()
     # "Fixed" is the condition 0: the context gets what noisy tokens with the condition 0 would get.
-    torch.testing.assert_close(layer(h, one, 4)[:, :4], layer(h[:, :4], torch.zeros(3, 8)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        joined(layer, h, 4, one)[:, :4], layer(h[:, :4], torch.zeros(3, 8))[0], rtol=0, atol=1e-5
+    )
 
 
 def test_each_example_has_its_own_condition() -> None:
     layer = randomised(conditioned(gates=1.0))
     h, condition = numbers(1, 6, 16).expand(2, -1, -1), numbers(2, 8)
-    together = layer(h, condition, 4)
+    together = joined(layer, h, 4, condition)
     for example in range(2):
-        alone = layer(h[:1], condition[example : example + 1], 4)
+        alone = joined(layer, h[:1], 4, condition[example : example + 1])
         torch.testing.assert_close(together[example : example + 1], alone, rtol=0, atol=1e-5)
 
 
@@ -328,10 +351,45 @@ def gradients(checkpointing: bool) -> tuple[Tensor, list[Tensor]]:
     set_checkpointing(nn.Sequential(stack), checkpointing)
     assert stack.checkpointing == checkpointing
     h = numbers(3, 6, 16).requires_grad_()
-    out = stack(h, numbers(3, 8).requires_grad_(), 4)
+    out = stack(h[:, 4:], numbers(3, 8).requires_grad_(), h[:, :4])
     out.square().sum().backward()
     assert h.grad is not None
     return out, [h.grad, *(p.grad for p in stack.parameters() if p.grad is not None)]
+
+
+def test_what_is_not_read_is_not_computed_and_changes_nothing() -> None:
+    layer = randomised(conditioned(gates=1.0))
+    h, context, condition = numbers(3, 2, 16), numbers(3, 4, 16, seed=1), numbers(3, 8)
+    parameters = list(layer.parameters())
+    whole, _ = layer(h, condition, context)
+    read, nothing = layer(h, condition, context, last=True)
+    assert nothing is None
+    assert torch.equal(read, whole)
+    expected, found = (torch.autograd.grad(out.square().sum(), parameters) for out in (whole, read))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_stack_returns_its_tokens_and_a_plain_one_those_that_are_wanted() -> None:
+    family = vit()
+    block = randomised(family.build_block(1))
+    z, x, draw = inputs(family, block=1)
+    found = block.stack(*block.shell.enter(z, x, draw.sigma))
+    torch.testing.assert_close(found, through(block, z, x, draw.sigma)[:, PATCHES:])
+    stack, h = LayerStack({number: ConditionedLayer(16, 2, 32) for number in range(3)}), numbers(3, 6, 16)
+    torch.testing.assert_close(stack(h, wanted=2), stack(h)[:, 4:])
+    with pytest.raises(ValueError, match="only a plain network's tokens"):
+        stack(h, numbers(3, 8), wanted=2)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), rms_norm(16)])
+def test_folded_norm_is_the_norm_scaled_and_shifted(norm: nn.Module) -> None:
+    randomised(norm)
+    h, scale, shift = numbers(3, 6, 16), numbers(16).requires_grad_(), numbers(16, seed=1).requires_grad_()
+    outs = scaled_norm(norm, h, scale, shift), norm(h) * (1 + scale) + shift
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-6)
+    parameters = [scale, shift, *norm.parameters()]
+    found, expected = (torch.autograd.grad(out.square().sum(), parameters) for out in outs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_checkpointing_changes_no_bit() -> None:
@@ -348,7 +406,7 @@ def test_checkpointing_keeps_only_the_layers_inputs() -> None:
         set_checkpointing(stack, on)
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
-            stack(numbers(3, 6, 16).requires_grad_(), numbers(3, 8), 4)
+            stack(numbers(3, 2, 16).requires_grad_(), numbers(3, 8), numbers(3, 4, 16).requires_grad_())
         saved.append(sum(kept))
     assert saved[1] < saved[0] / 10
 
@@ -450,28 +508,23 @@ def test_joint_blocks_have_one_shell_and_separate_ones_their_own() -> None:
     assert family.build_block(0).shell is not family.build_block(1).shell
 
 
-def features(family: ViT, block: nn.Module, z: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-    assert isinstance(block, Block)
-    return block.stack(*block.shell.enter(z, x, sigma))
-
-
 @pytest.mark.parametrize("readout", READOUTS)
 def test_isolated_patches_know_neither_z_nor_sigma(readout: str) -> None:
     family = vit(replace(SMALL, readout=readout))
     block = randomised(family.build_block(1))
     z, x, draw = inputs(family, block=1)
-    before = features(family, block, z, x, draw.sigma)
-    for changed in (features(family, block, z + 1, x, draw.sigma), features(family, block, z, x, 2 * draw.sigma)):
+    before = through(block, z, x, draw.sigma)
+    for changed in (through(block, z + 1, x, draw.sigma), through(block, z, x, 2 * draw.sigma)):
         assert torch.equal(changed[:, :PATCHES], before[:, :PATCHES])
         assert not torch.isclose(changed[:, PATCHES:], before[:, PATCHES:]).all(2).any()
-    assert not torch.isclose(features(family, block, z, x + 1, draw.sigma), before).all(2).any()
+    assert not torch.isclose(through(block, z, x + 1, draw.sigma), before).all(2).any()
 
 
 def test_joint_patches_know_z() -> None:
     family = vit(replace(SMALL, context="joint"))
     block = randomised(family.build_block(1))
     z, x, draw = inputs(family, block=1)
-    before, changed = (features(family, block, state, x, draw.sigma) for state in (z, z + 1))
+    before, changed = (through(block, state, x, draw.sigma) for state in (z, z + 1))
     assert not torch.isclose(changed, before).all(2).any()
 
 

@@ -247,9 +247,9 @@ def test_vit_block_is_exact_to_the_byte(tiny: Recipe, tmp_path: Path) -> None:
 
 
 def test_a_large_stack_peaks_with_gradients(tiny: Recipe, tmp_path: Path) -> None:
-    """Wide layers and few examples: the peak is at the step, with every gradient."""
+    """Wide layers and few examples: the peak is in the second of two batches, which finds every gradient of the first."""
     recipe = two_updates(tiny, width=64, mlp=256)
-    recipe = replace(recipe, training=replace(recipe.training, batch_size=1))
+    recipe = replace(recipe, training=replace(recipe.training, batch_size=1, accumulate=2))
     peak = peak_of(recipe, tmp_path)
     block = Run.of(recipe).family.build_block(0)
     whole = sum(p.numel() * FLOAT for p in block.parameters())
@@ -316,3 +316,25 @@ def test_later_blocks_peak_as_if_alone(tiny: Recipe, tmp_path: Path) -> None:
     figures = run_in_order(jobs, run_job)
     assert figures[2] is not None
     assert figures[2]["peak_bytes"] == alone
+
+
+# On CUDA
+
+
+def test_allocator_is_asked_about_the_metered_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: calls.append("read") or 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5)
+    with MemoryMeter() as meter:
+        calls.append("step")
+    assert calls == ["reset", "step", "read"]
+    assert meter.device_peak == {"allocated": 3, "reserved": 5}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_there_is_no_allocator_to_ask() -> None:
+    with MemoryMeter() as meter:
+        pass
+    assert meter.device_peak is None

@@ -1,20 +1,27 @@
 """Planned against counted bytes, deep stacks against simulated ones, recommendations, and bad input."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from diffusionblocks import cli, recipes
 from diffusionblocks import plan as planner
-from diffusionblocks import recipes
+from diffusionblocks.baselines import end_to_end
+from diffusionblocks.checkpoint import RunFolder, read_json
+from diffusionblocks.cli import main
 from diffusionblocks.compare import method_run
 from diffusionblocks.config import Recipe
 from diffusionblocks.errors import InputError
+from diffusionblocks.families.causal_lm import CausalLMSettings, TokenBatch
 from diffusionblocks.memory import KINDS
 from diffusionblocks.plan import Row, plan, read_bytes, recommend
-from diffusionblocks.train import fit
+from diffusionblocks.run import shaped_family
+from diffusionblocks.train import Job, TrainSettings, fit
 
+pytestmark = pytest.mark.usefixtures("little_to_sweep")
 SIZES = {
     "small": {"layers": 12, "width": 32, "heads": 2, "mlp": 64},
     "wide": {"layers": 6, "width": 128, "heads": 4, "mlp": 1024, "condition_width": 32},
@@ -85,10 +92,42 @@ def test_planned_is_counted_for_a_joint_shell(tmp_path: Path) -> None:
     assert_planned_is_counted(replace(recipe, shell="joint"), "blocks", tmp_path)
 
 
-def test_planned_is_counted_for_a_large_head(tmp_path: Path) -> None:
-    recipe = recipe_of(**SIZES["small"])
-    network = replace(recipe.network, codes="random", code_dim=8, readout="z")
-    assert_planned_is_counted(replace(recipe, network=network), "blocks", tmp_path)
+@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("vocabulary", [256, 32_000])
+@pytest.mark.parametrize("method", ["blocks", "blocks_checkpointed", "end_to_end"])
+def test_planned_is_counted_for_a_language_head(method: str, vocabulary: int, chunk: int, tmp_path: Path) -> None:
+    network = CausalLMSettings(
+        layers=4, width=64, heads=4, kv_heads=2, mlp=128, vocabulary=vocabulary, tokens=32, chunk=chunk
+    )
+    training = TrainSettings(updates=2, batch_size=2, gradient_checkpointing=method.endswith("checkpointed"))
+    recipe = Recipe("text", "causal_lm", blocks=2, network=network, training=training)
+    family = shaped_family(recipe)
+
+    def batches(step: int) -> TokenBatch:
+        generator = torch.Generator().manual_seed(step)
+        return TokenBatch(torch.randint(vocabulary, (2, 33), generator=generator))
+
+    if method == "end_to_end":
+        (job,) = end_to_end.jobs(family, lambda block: batches, training)
+    else:
+        build = partial(family.build_block, 0)
+        job = Job("block-0", 2, build, batches, lambda m, batch, step: family.step_losses(m, batch, 0, step))
+    figures = fit(job, training, RunFolder(tmp_path, {}))
+    assert figures is not None
+    prediction, measurement = planned(recipe, method), figures["peak_bytes"]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert prediction[kind] == measurement[kind], kind
+    assert prediction["total"] == pytest.approx(measurement["total"], rel=0.05)
+
+
+def test_chunks_of_the_head_are_planned() -> None:
+    network = CausalLMSettings(layers=2, width=64, vocabulary=32_000, tokens=64, chunk=0)
+    recipe = Recipe("text", "causal_lm", blocks=2, network=network, training=TrainSettings(batch_size=4))
+    (whole,) = plan(recipe, [2], ["blocks"])
+    (chunked,) = plan(replace(recipe, network=replace(network, chunk=32)), [2], ["blocks"])
+    assert whole.of_which["logits"] >= 4 * 64 * 32_000 * 4
+    assert chunked.of_which["logits"] <= whole.of_which["logits"] / 7
+    assert chunked.peak_bytes["total"] < whole.peak_bytes["total"]
 
 
 @pytest.mark.parametrize(("layers", "blocks", "split"), [(17, 4, None), (14, 3, (2, 8, 4)), (7, 1, None)])
@@ -205,3 +244,88 @@ def test_data_need_not_be_there_to_plan() -> None:
 def test_unknown_methods_are_refused() -> None:
     with pytest.raises(InputError, match="unknown method 'magic': choose end_to_end"):
         plan(recipe_of(), [2], ["magic"])
+
+
+# The command
+
+NARROW = ["plan", "vit-digits", "--layers=4", "--width=32", "--heads=2", "--mlp=64", "--methods=end_to_end,blocks"]
+
+
+def test_command_writes_table_figures_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart, figures = tmp_path / "plan.png", tmp_path / "plan.json"
+    assert main([*NARROW, "--budget=8GiB", f"--chart={chart}", f"--json={figures}"]) == 0
+    found = read_json(figures)
+    assert found["budget"] == 8 * 2**30
+    assert [(row["method"], row["blocks"]) for row in found["rows"]] == [("end_to_end", 1)] + [
+        ("blocks", blocks) for blocks in (1, 2, 3, 4)
+    ]
+    assert all(row["peak_bytes"].keys() == {*KINDS, "total"} for row in found["rows"])
+    assert found["recommended"]["method"] == "end_to_end"
+    assert "recommended: end to end, 1 block(s): the cheapest that fits into 8.00 GiB" in capsys.readouterr().out
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_budget_this_machine_is_the_budget(tmp_path: Path) -> None:
+    assert main([*NARROW, f"--json={tmp_path / 'plan.json'}"]) == 0
+    assert read_json(tmp_path / "plan.json")["budget"] == planner.machine_memory() > 2**28
+
+
+def test_a_budget_that_nothing_fits_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*NARROW, "--budget=1KiB"]) == 0
+    assert (
+        "recommended: nothing: nothing fits into 1.0 KiB: the least is blocks with 4 block(s)"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "llama-8b"], "unknown recipe 'llama-8b': choose vit-digits"),
+        (["train", "llama-7b"], "is a size to plan, with no data to train on"),
+        ([*NARROW, "--budget=much"], "budget 'much' isn't a size"),
+        (["plan", "vit-digits", "--methods=magic"], "unknown method 'magic'"),
+        (["plan", "vit-digits", "--out=folder"], "unknown option '--out=folder'"),
+        (["plan", "llama-7b", "--patch=4"], "unknown option '--patch=4'"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    errors = capsys.readouterr().err
+    assert says in errors
+    assert errors.count("\n") == 1
+
+
+def test_published_sizes_have_their_parameters() -> None:
+    """Llama 2's 6.74 and 69 billion, and what the norms' count leaves open."""
+    for name, billions in (("llama-7b", 6.74), ("llama-70b", 68.98)):
+        recipe = recipes.find_to_plan(name)
+        (whole,) = plan(recipe, methods=["end_to_end_checkpointed"])
+        assert whole.peak_bytes["parameters"] / 4e9 == pytest.approx(billions, rel=1e-3)
+
+
+# Running out of memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError(), torch.OutOfMemoryError("x")],
+)
+def test_running_out_of_memory_points_to_the_plan(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def starved(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "run_job", starved)
+    assert main(["train", "vit-digits", f"--out={tmp_path / 'run'}"]) == 2
+    assert "`diffusionblocks plan RECIPE` shows what fits" in capsys.readouterr().err
+
+
+def test_other_errors_of_ours_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("shapes don't fit")
+
+    monkeypatch.setattr(cli, "run_job", broken)
+    with pytest.raises(RuntimeError, match="shapes don't fit"):
+        main(["train", "vit-digits", f"--out={tmp_path / 'run'}"])

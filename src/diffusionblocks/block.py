@@ -18,7 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from diffusionblocks.layers import MLP, Attention, CausalAttention, SwiGLU, rms_norm
+from diffusionblocks.layers import MLP, Attention, CausalAttention, SwiGLU, rms_norm, scaled_norm
+
+Streams = tuple[Tensor, Tensor | None]  # the tokens, and those of the isolated context
+Values = tuple[Tensor, ...] | None  # scale, shift and gate of attention and of MLP; None where nothing is modulated
 
 
 class NoiseEmbedding(nn.Module):
@@ -43,8 +46,8 @@ class NoiseEmbedding(nn.Module):
 class AdaptiveLayer(nn.Module, abc.ABC):
     """A pre-norm transformer layer with adaptive norms; condition_width = 0 leaves it a plain one.
 
-    The first `context` tokens see only each other and get the fixed condition 0, so what they compute depends neither
-    on z nor on sigma.
+    Tokens of an isolated context see only each other and get the fixed condition 0, so what they compute depends
+    neither on z nor on sigma.
     """
 
     def __init__(
@@ -66,32 +69,41 @@ class AdaptiveLayer(nn.Module, abc.ABC):
             nn.init.zeros_(self.modulation.bias)
 
     def forward(
-        self, h: Float[Tensor, "n tokens width"], condition: Float[Tensor, "n c"] | None, context: int = 0
-    ) -> Float[Tensor, "n tokens width"]:
-        if self.modulation is None or condition is None:
-            h = h + self.attention(self.norm1(h), context)
-            return h + self.mlp(self.norm2(h))
-        noisy = self.modulation(condition)[:, None].chunk(6, dim=-1)
-        fixed = self.modulation.bias.chunk(6)
-        scale1, shift1, gate1, scale2, shift2, gate2 = zip(fixed, noisy, strict=True)
-        inner = self.attention(_affine(self.norm1(h), 1.0, scale1, shift1, context), context)
-        h = h + _affine(inner, self.gates, gate1, None, context)
-        inner = self.mlp(_affine(self.norm2(h), 1.0, scale2, shift2, context))
-        return h + _affine(inner, self.gates, gate2, None, context)
+        self,
+        h: Float[Tensor, "n tokens width"],
+        condition: Float[Tensor, "n c"] | None = None,
+        context: Float[Tensor, "n others width"] | None = None,
+        last: bool = False,
+    ) -> Streams:
+        """The tokens and the context after this layer.
+
+        Args:
+            last: nobody reads the context any more: only its keys and values are computed, and None returned for it.
+        """
+        own, fixed = None, None
+        if self.modulation is not None and condition is not None:
+            own, fixed = self.modulation(condition)[:, None].chunk(6, dim=-1), self.modulation.bias.chunk(6)
+        still = None if context is None else _normed(self.norm1, context, fixed, 0)
+        read, context_read = self.attention(_normed(self.norm1, h, own, 0), still, last)
+        h = self._feed_forward(h + self._gated(read, own, 2), own)
+        if context is None or last:
+            return h, None
+        return h, self._feed_forward(context + self._gated(context_read, fixed, 2), fixed)
+
+    def _feed_forward(self, h: Tensor, values: Values) -> Tensor:
+        return h + self._gated(self.mlp(_normed(self.norm2, h, values, 3)), values, 5)
+
+    def _gated(self, inner: Tensor, values: Values, gate: int) -> Tensor:
+        return inner if values is None else inner * (self.gates + values[gate])
 
 
-Streams = tuple[Tensor, Tensor]  # the context's value [width], and the noisy tokens' one of each example [n, 1, width]
-
-
-def _affine(h: Tensor, start: float, scale: Streams, shift: Streams | None, context: int) -> Tensor:
-    """h * (start + scale) + shift, each stream by its own values."""
-    # One split, not two slices: the gradient of a slice is a full tensor of zeros.
-    parts = [h] if context == 0 else h.split([context, h.shape[1] - context], dim=1)
-    streams = (1,) if context == 0 else (0, 1)
-    parts = [part * (start + scale[stream]) for part, stream in zip(parts, streams, strict=True)]
-    if shift is not None:
-        parts = [part + shift[stream] for part, stream in zip(parts, streams, strict=True)]
-    return parts[0] if context == 0 else torch.cat(parts, dim=1)
+def _normed(norm: nn.Module, h: Tensor, values: Values, scale: int) -> Tensor:
+    """The adaptive norm: scale and shift, one of each for all tokens [width] or for each example [n, 1, width]."""
+    if values is None:
+        return norm(h)
+    if values[scale].ndim == 1:
+        return scaled_norm(norm, h, values[scale], values[scale + 1])
+    return norm(h) * (1 + values[scale]) + values[scale + 1]
 
 
 class ConditionedLayer(AdaptiveLayer):
@@ -123,13 +135,31 @@ class LayerStack(nn.Module):
         self.checkpointing = False
 
     def forward(
-        self, h: Float[Tensor, "n tokens width"], condition: Float[Tensor, "n c"] | None, context: int = 0
-    ) -> Float[Tensor, "n tokens width"]:
-        for layer in self.layers.values():
+        self,
+        h: Float[Tensor, "n tokens width"],
+        condition: Float[Tensor, "n c"] | None = None,
+        context: Float[Tensor, "n others width"] | None = None,
+        wanted: int | None = None,
+    ) -> Float[Tensor, "n read width"]:
+        """The tokens h after all layers. What isn't read is not computed in the last one.
+
+        Args:
+            context: tokens of an isolated context; none of them is returned.
+            wanted: of a plain network (no condition or context), how many tokens at the end are returned; None: all.
+        """
+        if wanted is not None and not (condition is None and context is None):
+            raise ValueError("only a plain network's tokens can be chosen: a condition or a context was given")
+        layers = list(self.layers.values())
+        for layer in layers:
+            last = layer is layers[-1]
+            if last and wanted is not None:
+                context, h = h.split([h.shape[1] - wanted, wanted], dim=1)
             if self.checkpointing and torch.is_grad_enabled():
-                h = checkpoint(layer, h, condition, context, use_reentrant=False, preserve_rng_state=False)
+                h, context = checkpoint(
+                    layer, h, condition, context, last, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                h = layer(h, condition, context)
+                h, context = layer(h, condition, context, last)
         return h
 
 

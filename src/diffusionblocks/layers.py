@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention.
+    """Multi-head self-attention of tokens h; with a context they attend that too, and the context only itself.
 
-    `context` tokens at the front attend only each other; the rest attend everything. With context = 0 all tokens see
-    each other. Two calls of the fused kernel instead of a mask: no [tokens, tokens] tensor exists.
+    Two calls of the fused kernel instead of a mask: no [tokens, tokens] tensor exists.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -19,17 +18,32 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, h: Float[Tensor, "n tokens width"], context: int = 0) -> Float[Tensor, "n tokens width"]:
-        n, tokens, width = h.shape
-        q, k, v = self.qkv(h).view(n, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        if context:
-            inner_q, outer_q = q.split([context, tokens - context], dim=2)
-            inner = F.scaled_dot_product_attention(inner_q, k[:, :, :context], v[:, :, :context])
-            outer = F.scaled_dot_product_attention(outer_q, k, v)
-            mixed = torch.cat([inner, outer], dim=2)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(n, tokens, width))
+    def forward(
+        self,
+        h: Float[Tensor, "n tokens width"],
+        context: Float[Tensor, "n others width"] | None = None,
+        last: bool = False,
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n others width"] | None]:
+        """What h reads, and what the context reads: None without one, and with `last`, where nobody asks for it."""
+        q, k, v = self._split(self.qkv(h))
+        found = None
+        if context is not None:
+            if last:
+                width = h.shape[2]
+                context_k, context_v = self._split(F.linear(context, self.qkv.weight[width:], self.qkv.bias[width:]))
+            else:
+                context_q, context_k, context_v = self._split(self.qkv(context))
+                found = self._join(F.scaled_dot_product_attention(context_q, context_k, context_v))
+            k, v = torch.cat([context_k, k], dim=2), torch.cat([context_v, v], dim=2)
+        return self._join(F.scaled_dot_product_attention(q, k, v)), found
+
+    def _split(self, x: Float[Tensor, "n tokens wide"]) -> tuple[Tensor, ...]:
+        """Queries, keys and values, or the last two, by head."""
+        n, tokens, _ = x.shape
+        return x.view(n, tokens, -1, self.heads, self.out.in_features // self.heads).permute(2, 0, 3, 1, 4).unbind()
+
+    def _join(self, x: Float[Tensor, "n heads tokens dim"]) -> Float[Tensor, "n tokens width"]:
+        return self.out(x.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Sequential):
@@ -42,6 +56,17 @@ class MLP(nn.Sequential):
 def rms_norm(width: int) -> nn.RMSNorm:
     """Llama's norm. Its eps is Llama's too: torch's default, the precision's own, is 0.008 in bf16."""
     return nn.RMSNorm(width, eps=1e-5)
+
+
+def scaled_norm(
+    norm: nn.Module, h: Float[Tensor, "n tokens width"], scale: Float[Tensor, " width"], shift: Float[Tensor, " width"]
+) -> Float[Tensor, "n tokens width"]:
+    """norm(h) * (1 + scale) + shift, folded into the norm's own weights: no pass over the tokens, nothing more kept."""
+    if isinstance(norm, nn.LayerNorm):
+        weight, bias = norm.weight * (1 + scale), norm.bias * (1 + scale) + shift
+        return F.layer_norm(h, norm.normalized_shape, weight, bias, norm.eps)
+    assert isinstance(norm, nn.RMSNorm)  # which has no bias to take the shift
+    return F.rms_norm(h, norm.normalized_shape, norm.weight * (1 + scale), norm.eps) + shift
 
 
 class SwiGLU(nn.Module):
@@ -77,8 +102,8 @@ def rotate(
 class CausalAttention(nn.Module):
     """Causal self-attention of a language model (Llama): rotary positions, shared keys and values, no biases.
 
-    With context = 0, token i attends tokens j <= i. With `context` = T, the 2T tokens are two streams over the same T
-    slots, T clean and then T noisy: clean token i attends clean j <= i, noisy token i attends clean j < i and itself.
+    Alone, token i of h attends tokens j <= i. With a context, both are streams over the same slots: clean token i of
+    the context attends clean j <= i, noisy token i of h attends clean j < i and itself.
 
     No mask exists: both streams are plain causal calls of the fused kernel, on T queries and T keys. In the noisy one
     the keys are the clean ones moved on by a slot behind one that stands for "myself"; a query's score with it is its
@@ -97,31 +122,42 @@ class CausalAttention(nn.Module):
         self.v = nn.Linear(width, kv_heads * self.dim, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, h: Float[Tensor, "n tokens width"], context: int = 0) -> Float[Tensor, "n tokens width"]:
-        n, tokens, width = h.shape
-        if context not in (0, tokens / 2):
-            raise ValueError(f"{tokens} tokens aren't {context} clean and as many noisy ones")
-        q, k, v = (part(h).view(n, tokens, -1, self.dim).transpose(1, 2) for part in (self.q, self.k, self.v))
-        slots = torch.arange(tokens, device=h.device) % (context or tokens)
-        q, k = rotate(q, slots), rotate(k, slots)
-        mixed = self._two_streams(q, k, v, context) if context else self._attend(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(n, tokens, width))
+    def forward(
+        self,
+        h: Float[Tensor, "n tokens width"],
+        context: Float[Tensor, "n clean width"] | None = None,
+        last: bool = False,
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n clean width"] | None]:
+        """What h reads, and what the context reads: None without one, and with `last`, where nobody asks for it."""
+        if context is not None and context.shape != h.shape:
+            raise ValueError(f"{context.shape[1]} clean tokens can't be the context of {h.shape[1]} noisy ones")
+        slots = torch.arange(h.shape[1], device=h.device)
+        q, k, v = rotate(self._heads(self.q, h), slots), rotate(self._heads(self.k, h), slots), self._heads(self.v, h)
+        if context is None:
+            return self._join(self._attend(q, k, v)), None
+        # Both calls read one copy of the clean keys and values.
+        clean_k = _behind_myself(rotate(self._heads(self.k, context), slots))
+        clean_v = _behind_myself(self._heads(self.v, context))
+        score = (self._by_group(q) * k[:, :, None]).sum(-1, keepdim=True).flatten(1, 2)
+        q = torch.cat([q, F.pad(score.to(q.dtype), (0, EXTRA - 1))], dim=-1)
+        found = self._attend(q, clean_k[:, :, :-1], clean_v[:, :, :-1])
+        others, share, _ = found.split([self.dim, 1, EXTRA - 1], dim=-1)
+        noisy = self._join(others + (self._by_group(share) * v[:, :, None]).flatten(1, 2))
+        if last:
+            return noisy, None
+        clean_q = rotate(self._heads(self.q, context), slots)
+        clean = self._attend(clean_q, clean_k[:, :, 1:, : self.dim], clean_v[:, :, 1:, : self.dim])
+        return noisy, self._join(clean)
+
+    def _heads(self, part: nn.Linear, h: Float[Tensor, "n tokens width"]) -> Float[Tensor, "n heads tokens dim"]:
+        return part(h).unflatten(2, (-1, self.dim)).transpose(1, 2)
+
+    def _join(self, x: Float[Tensor, "n heads tokens dim"]) -> Float[Tensor, "n tokens width"]:
+        return self.out(x.transpose(1, 2).flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = self.dim**-0.5  # not of q's last axis, which may be longer
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=self.grouped)
-
-    def _two_streams(self, q: Tensor, k: Tensor, v: Tensor, context: int) -> Tensor:
-        (q, noisy_q), (k, noisy_k), (v, noisy_v) = (part.split(context, dim=2) for part in (q, k, v))
-        # Both calls read one copy of the clean keys and values.
-        k, v = _behind_myself(k), _behind_myself(v)
-        clean = self._attend(q, k[:, :, 1:, : self.dim], v[:, :, 1:, : self.dim])
-        score = (self._by_group(noisy_q) * noisy_k[:, :, None]).sum(-1, keepdim=True).flatten(1, 2)
-        noisy_q = torch.cat([noisy_q, F.pad(score.to(q.dtype), (0, EXTRA - 1))], dim=-1)
-        found = self._attend(noisy_q, k[:, :, :-1], v[:, :, :-1])
-        others, share, _ = found.split([self.dim, 1, EXTRA - 1], dim=-1)
-        noisy = others + (self._by_group(share) * noisy_v[:, :, None]).flatten(1, 2)
-        return torch.cat([clean, noisy], dim=2)
 
     def _by_group(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (self.kv_heads, -1))

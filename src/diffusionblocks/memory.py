@@ -42,6 +42,8 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak: dict[str, int] = dict.fromkeys([*KINDS, "total"], 0)
+        #: What the CUDA allocator says of the same steps: bytes `allocated` and `reserved`; None without CUDA.
+        self.device_peak: dict[str, int] | None = None
         self._live = dict.fromkeys(KINDS, 0)
         self._kind_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._finalizers: list[weakref.finalize[..., Any]] = []
@@ -65,6 +67,8 @@ class MemoryMeter(TorchDispatchMode):
             self._hooks.append(optimizer.register_step_post_hook(self._on_step))
         self._count("activations", self._leftovers())
         self._raise_peak()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         super().__enter__()
         return self
 
@@ -77,6 +81,9 @@ class MemoryMeter(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        if torch.cuda.is_available():
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.device_peak = {"allocated": allocated, "reserved": reserved}
         for hook in self._hooks:
             hook.remove()
         for finalizer in self._finalizers:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-from diffusionblocks.block import LayerStack, set_checkpointing
+from diffusionblocks.block import LayerStack, Streams, set_checkpointing
 from diffusionblocks.config import NoiseSettings, Recipe
 from diffusionblocks.errors import InputError
 from diffusionblocks.families.base import Family
@@ -222,9 +222,10 @@ class _PlanMeter(MemoryMeter):
         def enter_backward(_: Tensor) -> None:
             self._now = ("backward", group, place)
 
-        def leave(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(enter_backward)
+        def leave(module: nn.Module, inputs: Any, outputs: Streams) -> None:
+            for output in outputs:
+                if output is not None and output.requires_grad:
+                    output.register_hook(enter_backward)
             if self._now[0] == "forward":
                 self._now = ("read-out", 0, 0)
 

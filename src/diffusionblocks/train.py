@@ -175,8 +175,8 @@ def fit(
             `until`; None writes it at both and reads it back.
 
     Returns:
-        The figures of a finished part (updates, seconds, seconds_per_step, layer_evaluations, peak_bytes, validation),
-        or None where it stopped before the end.
+        The figures of a finished part (updates, seconds, seconds_per_step, layer_evaluations, peak_bytes, on CUDA
+        device_bytes, validation), or None where it stopped before the end.
 
     Raises:
         InputError: a loss or a gradient that isn't finite (the last saved state stays), a folder that can't be written,
@@ -302,7 +302,7 @@ def activate(active: Iterable[nn.Parameter], network: nn.Module, optimizer: Opti
 
 
 def _new_figures() -> dict[str, Any]:
-    return {"seconds": 0.0, "last_steps": [], "peak_bytes": None, "metered": []}
+    return {"seconds": 0.0, "last_steps": [], "peak_bytes": None, "device_bytes": None, "metered": []}
 
 
 def _meter(
@@ -330,7 +330,8 @@ def _note(figures: dict[str, Any], seconds: float, meter: MemoryMeter | None, tu
         return
     # Its seconds aren't noted as a step's: counting bytes makes it slower.
     figures["metered"].append(turn)
-    figures["peak_bytes"] = max(figures["peak_bytes"] or meter.peak, meter.peak, key=lambda peak: peak["total"])
+    if figures["peak_bytes"] is None or meter.peak["total"] > figures["peak_bytes"]["total"]:
+        figures |= {"peak_bytes": meter.peak, "device_bytes": meter.device_peak}
 
 
 def _save(
@@ -400,6 +401,7 @@ def _finish(
         "seconds_per_step": statistics.median(state.figures["last_steps"] or [state.figures["seconds"]]),
         "layer_evaluations": steps * settings.batch_size * job.layers,
         "peak_bytes": state.figures["peak_bytes"],
+        "device_bytes": state.figures["device_bytes"],
         "validation": _validate(job, network),
     }
     folder.finish(job.part, own_tensors(network), figures)

@@ -35,10 +35,10 @@ class Shell(nn.Module, abc.ABC):
     @abc.abstractmethod
     def enter(
         self, z: Tensor, x: Tensor, sigma: Float[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], int]:
-        """The stack's arguments: its input, the layers' condition, and how many tokens are the isolated context.
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], Float[Tensor, "n others width"] | None]:
+        """The stack's arguments: its tokens, the layers' condition, and the tokens of the isolated context.
 
-        Those, at the front, see neither z nor sigma; 0 where all tokens see each other.
+        Those see neither z nor sigma; None where all tokens see each other.
         """
 
     @abc.abstractmethod

@@ -3,7 +3,7 @@
 The target y_i of slot i is the code of the *next* token (a fixed random unit vector), x_i the token in the slot:
 
     tokens   t_0 t_1 ... t_T        x_i = t_i,   y_i = t_(i+1),   i = 0 .. T-1
-    stack    [clean 0 .. T-1 | noisy 0 .. T-1]     clean i sees clean j <= i; noisy i sees clean j < i and itself
+    two streams over the slots: clean i sees clean j <= i; noisy i sees clean j < i and itself
 
 A noisy slot starts as the ordinary stream, embed(x_i), plus a projection of the noisy code that starts at 0: an
 untrained block computes what the plain network on its layers computes (the paper feeds the noisy code alone:
@@ -134,24 +134,24 @@ class CausalLMShell(Shell):
 
     def enter(
         self, z: Float[Tensor, "n tokens dim"], x: Int[Tensor, "n tokens"], sigma: Float[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n 2*tokens width"], Float[Tensor, "n c"], int]:
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], Float[Tensor, "n tokens width"]]:
         clean = self.embedding(x)
         noisy = clean + self.z_in(self.scalings.c_in(sigma)[:, None, None] * z)
-        return torch.cat([clean, noisy], dim=1), self.noise(self.scalings.c_noise(sigma)), x.shape[1]
+        return noisy, self.noise(self.scalings.c_noise(sigma)), clean
 
     def read(
-        self, h: Float[Tensor, "n streams width"], z: Float[Tensor, "n tokens dim"], sigma: Float[Tensor, " n"]
+        self, h: Float[Tensor, "n tokens width"], z: Float[Tensor, "n tokens dim"], sigma: Float[Tensor, " n"]
     ) -> Float[Tensor, "n tokens vocabulary"]:
-        return self.head(h[:, z.shape[1] :])
+        return self.head(h)
 
     def losses(
         self,
-        h: Float[Tensor, "n streams width"],
+        h: Float[Tensor, "n tokens width"],
         z: Float[Tensor, "n tokens dim"],
         sigma: Float[Tensor, " n"],
         y: Int[Tensor, "n tokens"],
     ) -> Float[Tensor, " n"]:
-        return self.head.losses(h[:, z.shape[1] :], y)
+        return self.head.losses(h, y)
 
 
 class PlainCausalLM(nn.Module):
@@ -165,7 +165,7 @@ class PlainCausalLM(nn.Module):
 
     def forward(self, x: Int[Tensor, "n tokens"], y: Int[Tensor, "n tokens"] | None = None) -> Tensor:
         """Logits [n, tokens, vocabulary] of the token after each; with y, each example's loss [n]."""
-        h = self.stack(self.embedding(x), None)
+        h = self.stack(self.embedding(x))
         return self.head(h) if y is None else self.head.losses(h, y)
 
 

@@ -105,7 +105,7 @@ class ViTShell(Shell):
         width, dim = settings.width, codes.shape[1]
         self.readout, self.scalings, self.norm_of_codes = settings.readout, preconditioning, settings.code_norm
         self.patches = Patches(images.size, images.channels, settings.patch, width)
-        self.context = self.patches.positions.shape[1] if settings.context == "isolated" else 0
+        self.isolated = settings.context == "isolated"
         self.cls = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.z_in = nn.Linear(dim, width)
         self.noise = NoiseEmbedding(settings.condition_width)
@@ -123,10 +123,13 @@ class ViTShell(Shell):
 
     def enter(
         self, z: Float[Tensor, "n dim"], x: Float[Tensor, "n channels size size"], sigma: Float[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], int]:
+    ) -> tuple[Float[Tensor, "n tokens width"], Float[Tensor, "n c"], Float[Tensor, "n patches width"] | None]:
         z_token = self.z_in(self.scalings.c_in(sigma)[:, None] * z)[:, None]
-        tokens = torch.cat([self.patches(x), self.cls.expand(len(x), -1, -1), z_token], dim=1)
-        return tokens, self.noise(self.scalings.c_noise(sigma)), self.context
+        noisy, patches = torch.cat([self.cls.expand(len(x), -1, -1), z_token], dim=1), self.patches(x)
+        condition = self.noise(self.scalings.c_noise(sigma))
+        if self.isolated:
+            return noisy, condition, patches
+        return torch.cat([patches, noisy], dim=1), condition, None
 
     def read(
         self, h: Float[Tensor, "n tokens width"], z: Float[Tensor, "n dim"], sigma: Float[Tensor, " n"]
@@ -151,7 +154,7 @@ class PlainViT(nn.Module):
 
     def forward(self, x: Float[Tensor, "n channels size size"]) -> Float[Tensor, "n classes"]:
         tokens = torch.cat([self.patches(x), self.cls.expand(len(x), -1, -1)], dim=1)
-        return self.head(self.norm(self.stack(tokens, None)[:, -1]))
+        return self.head(self.norm(self.stack(tokens, wanted=1)[:, 0]))
 
 
 def _zero_head(width: int, classes: int) -> nn.Linear:
