@@ -1,9 +1,9 @@
 """Peak training memory by kind, counted exactly and planned: python benchmarks/memory.py
 
-Four series, each with every method: against depth (4 layers a block), against the number of blocks at 48 layers, against
-the batch size at 12 layers (all three with the ViT of `paper_network.py`), and against the vocabulary with a small
-Llama-shaped network. Parts are trained two updates through `fit`, and the second is counted. Of the blocks the first is
-trained: they differ in nothing but their numbers. `planned_total` is what `diffusionblocks plan` says of the same.
+Four series: against depth (4 layers a block), the number of blocks at 48 layers, the batch size at 12 layers (these with
+the ViT of `paper_network.py`), and the vocabulary (a small Llama-shaped network). Parts are trained two updates through
+`fit`, and the second is counted. Of the blocks the first is trained: they differ in nothing but their numbers.
+`planned_total` is what `diffusionblocks plan` says of the same.
 
     python benchmarks/memory.py --draw      only draws docs/memory.png from the result file
 """
@@ -19,14 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import results_file
 import torch
+
+import results_file
 from diffusionblocks.checkpoint import RunFolder, write_atomic
 from diffusionblocks.compare import CHECKPOINTED
 from diffusionblocks.config import Recipe
 from diffusionblocks.families.causal_lm import CausalLMSettings, TokenBatch
 from diffusionblocks.memory import KINDS
-from diffusionblocks.plan import plan
+from diffusionblocks.plan import METHODS, plan
 from diffusionblocks.report import COLOURS
 from diffusionblocks.run import baseline, shaped_family
 from diffusionblocks.train import Job, TrainSettings, fit
@@ -131,8 +132,8 @@ def main() -> None:
     )
     for name, value, recipe, make in series(args.depths):
         for method in METHODS:
-            if name == "blocks" and method.startswith("end_to_end") and value != 2:
-                continue
+            if name == "blocks" and not method.startswith("blocks"):
+                continue  # the depth series has them
             row = {"series": name, "value": value, "method": method, **measured(recipe, method, make)}
             rows.append(row)
             cells = [*(row["peak_bytes"][kind] for kind in (*KINDS, "total")), row["planned_total"]]

@@ -247,7 +247,7 @@ def test_vit_block_is_exact_to_the_byte(tiny: Recipe, tmp_path: Path) -> None:
 
 
 def test_a_large_stack_peaks_with_gradients(tiny: Recipe, tmp_path: Path) -> None:
-    """Wide layers and few examples: the peak is in the second of two batches, which finds every gradient of the first."""
+    """Wide layers and few examples: the peak is in the second of two batches, beside every gradient of the first."""
     recipe = two_updates(tiny, width=64, mlp=256)
     recipe = replace(recipe, training=replace(recipe.training, batch_size=1, accumulate=2))
     peak = peak_of(recipe, tmp_path)
