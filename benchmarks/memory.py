@@ -1,6 +1,6 @@
 """Peak training memory by kind, counted exactly and planned: python benchmarks/memory.py
 
-Four series: against depth (4 layers a block), the number of blocks at 48 layers, the batch size at 12 layers (these with
+Four series: against depth (4 layers a block), the number of blocks at 48 layers, the batch size at 12 layers (all with
 the ViT of `paper_network.py`), and the vocabulary (a small Llama-shaped network). Parts are trained two updates through
 `fit`, and the second is counted. Of the blocks the first is trained: they differ in nothing but their numbers.
 `planned_total` is what `diffusionblocks plan` says of the same.
@@ -34,9 +34,6 @@ from diffusionblocks.train import Job, TrainSettings, fit
 from paper_network import paper_network, run_of
 
 MIB = 2**20
-METHODS = tuple(
-    f"{method}{end}" for method in ("end_to_end", "block_coordinate", "blocks") for end in ("", CHECKPOINTED)
-)
 PICTURE = Path(__file__).parents[1] / "docs" / "memory.png"
 
 

@@ -3,11 +3,9 @@
 Memory and time don't depend on what the images show, so they are noise here.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
-from diffusionblocks.config import Recipe
+from diffusionblocks.config import DataSettings, Recipe
 from diffusionblocks.data import ImageData, Split
 from diffusionblocks.families.vit import ViTSettings
 from diffusionblocks.run import Run, make_family
@@ -26,9 +24,10 @@ def noise_images(classes: int = 100, n: int = 128) -> ImageData:
 def paper_network(depth: int, checkpointing: bool, updates: int = 2, blocks: int | None = None) -> Recipe:
     network = ViTSettings(layers=depth, width=128, heads=4, mlp=3072, patch=4, condition_width=32)
     training = TrainSettings(updates=updates, batch_size=32, warmup=0, gradient_checkpointing=checkpointing)
-    return replace(
-        Recipe(name="paper-network"), network=network, training=training, blocks=blocks or depth // LAYERS_PER_BLOCK
-    )
+    # The source tells `plan` the shape of the images; `run_of` reads none of them.
+    data = DataSettings(source="hf:cifar100")
+    blocks = blocks or depth // LAYERS_PER_BLOCK
+    return Recipe(name="paper-network", network=network, data=data, training=training, blocks=blocks)
 
 
 def run_of(recipe: Recipe, method: str) -> Run:
