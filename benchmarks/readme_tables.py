@@ -1,4 +1,6 @@
-"""Writes the tables of README.md from the result files: python benchmarks/readme_tables.py [--check | --demo]
+"""Writes the tables of README.md and docs/memory.md from the result files:
+
+    python benchmarks/readme_tables.py [--check | --demo]
 
 Each table stands between `<!-- NAME -->` and `<!-- end -->`. --check only says whether they are up to date; --demo
 first takes the figures and the picture of `make demo` from runs/demo.
@@ -15,7 +17,7 @@ from typing import Any
 import results_file
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+README, MEMORY = HERE.parent / "README.md", HERE.parent / "docs" / "memory.md"
 MIB = 2**20
 
 
@@ -57,24 +59,71 @@ def quality() -> str:
     return markdown(["digits, 5 seeds", *found], rows)
 
 
-def memory() -> str:
-    rows = [row for row in result("memory")["rows"] if row["series"] == "layers"]
+def peaks(series: str, methods: tuple[str, ...], what: str) -> str:
+    """Counted peaks of a series, MiB: a row a method, a column a value."""
+    rows = [row for row in result("memory")["rows"] if row["series"] == series]
     found = {(row["value"], row["method"]): row["peak_bytes"]["total"] / MIB for row in rows}
-    depths = sorted({depth for depth, _ in found})
-    methods = ("end_to_end", "end_to_end_checkpointed", "blocks", "blocks_checkpointed")
-    rows = [[m.replace("_", " "), *(f"{found[depth, m]:,.0f}" for depth in depths)] for m in methods]
-    return markdown(["peak, MiB", *(f"{depth} layers" for depth in depths)], rows)
+    values = sorted({value for value, _ in found})
+    cells = [[m.replace("_", " "), *(f"{found[value, m]:,.0f}" for value in values)] for m in methods]
+    return markdown(["peak, MiB", *(what.format(f"{value:,}") for value in values)], cells)
 
 
-TABLES: dict[str, Callable[[], str]] = {"demo": demo, "quality": quality, "memory": memory}
+FOUR = ("end_to_end", "end_to_end_checkpointed", "blocks", "blocks_checkpointed")
+BLOCKS = FOUR[2:]
+ALL = (*FOUR[:2], "block_coordinate", "block_coordinate_checkpointed", *BLOCKS)
 
 
-def filled(text: str) -> str:
-    """The README's text with every table written anew."""
-    for name, table in TABLES.items():
+def planned() -> str:
+    """How far plan is from what was counted, by series."""
+    rows = result("memory")["rows"]
+    names = list(dict.fromkeys(row["series"] for row in rows))
+    cells = []
+    for name in names:
+        off = [row["planned_total"] / row["peak_bytes"]["total"] - 1 for row in rows if row["series"] == name]
+        cells.append([name, str(len(off)), f"{100 * min(off):+.3f} %", f"{100 * max(off):+.3f} %"])
+    return markdown(["series", "networks", "planned - counted, from", "to"], cells)
+
+
+def resident() -> str:
+    rows = []
+    for row in result("resident")["rows"]:
+        name = f"{row['method'].replace('_', ' ')}, {row['layers']} layers" + ", checkpointed" * row["checkpointing"]
+        counted, grown = row["counted"] / MIB, row["resident"] / MIB
+        rows.append([name, f"{counted:,.1f}", f"{grown:,.1f}", f"{grown - counted:+.1f}"])
+    return markdown(["MiB", "counted", "resident memory grew by", "difference"], rows)
+
+
+def rotation() -> str:
+    rows = []
+    for row in result("rotation")["rows"]:
+        seconds = sorted(row["seconds"])
+        span = f"{seconds[len(seconds) // 2]:.1f} ({seconds[0]:.1f} to {seconds[-1]:.1f})"
+        rows.append([f"{row['network']}, {row['way']}", span, f"{row['ratio']:.3f}"])
+    return markdown(["", "seconds, median (span)", "ratio"], rows)
+
+
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"demo": demo, "quality": quality, "memory": lambda: peaks("layers", FOUR, "{} layers")},
+    MEMORY: {
+        "layers": lambda: peaks("layers", ALL, "{} layers"),
+        "blocks": lambda: peaks("blocks", BLOCKS, "B = {}"),
+        "batch": lambda: peaks("batch_size", ALL, "batch {}"),
+        "vocabulary": lambda: peaks("vocabulary", ALL, "{} entries"),
+        "chunked": lambda: peaks("vocabulary, chunks of 64", ALL, "{} entries"),
+        "planned": planned,
+        "resident": resident,
+        "rotation": rotation,
+    },
+}
+
+
+def filled(path: Path) -> str:
+    """A file's text with every table written anew."""
+    text = path.read_text()
+    for name, table in TABLES[path].items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not pattern.search(text):
-            raise SystemExit(f"README.md has no place for the table '{name}'")
+            raise SystemExit(f"{path.name} has no place for the table '{name}'")
         text = pattern.sub(lambda found, table=table: f"{found[1]}{table()}\n{found[2]}", text)
     return text
 
@@ -89,11 +138,12 @@ def take_demo() -> None:
 def main() -> int:
     if "--demo" in sys.argv:
         take_demo()
-    text = README.read_text()
+    stale = [path for path in TABLES if filled(path) != path.read_text()]
     if "--check" in sys.argv:
-        print("up to date" if filled(text) == text else "README.md differs from benchmarks/results")
-        return int(filled(text) != text)
-    README.write_text(filled(text))
+        print(f"{', '.join(path.name for path in stale)} differ from benchmarks/results" if stale else "up to date")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(filled(path))
     return 0
 
 

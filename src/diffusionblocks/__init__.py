@@ -5,5 +5,6 @@ Read in this order:
     partition.py  layers and levels cut in blocks    sample.py     walks from noise to the answer
     block.py      layers that know the noise level   evaluate.py   what the walk gets right, and why
     objective.py  losses and their one reduction     run.py        from a recipe to jobs
-    train.py      the only training loop             cli.py        the command line
+    train.py      the only training loop             plan.py       its memory before it runs
+                                                     cli.py        the command line
 """
