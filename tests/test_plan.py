@@ -140,6 +140,20 @@ def test_deep_stacks_are_what_simulating_them_gives(
     assert found == plan(recipe, [blocks])
 
 
+def test_accumulated_batches_of_deep_stacks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(2, layers=14, width=64, heads=2, mlp=256, batch_size=2)
+    recipe = replace(recipe, training=replace(recipe.training, accumulate=3))
+    found = plan(recipe, [2])
+    monkeypatch.setattr(planner, "SHALLOW", 1000)
+    assert found == plan(recipe, [2])
+
+
+@pytest.mark.parametrize("split", [(1, 8, 1), (1, 1, 6)])
+def test_the_largest_turn_of_block_coordinate_descent_is_planned(split: tuple[int, ...], tmp_path: Path) -> None:
+    recipe = recipe_of(3, updates=12, batch_size=1, layers=sum(split), width=64, heads=2, mlp=512)
+    assert_planned_is_counted(replace(recipe, layer_split=split), "block_coordinate_checkpointed", tmp_path)
+
+
 def test_rows_cover_every_method_and_every_divisor_of_the_layers() -> None:
     rows = plan(recipe_of(5, layers=6, width=32, heads=2, mlp=64))
     of = {method: [row.blocks for row in rows if row.method == method] for method in planner.METHODS}

@@ -36,7 +36,7 @@ METHODS = tuple(
 SHALLOW = 4
 Sizes = tuple[int, ...]  # layers of each group; the layers of a group are alike
 Bytes = dict[str, int]
-Moment = tuple[str, int, int]  # phase, group, and place in the group, from its start or (below 0) its end
+Moment = tuple[int, str, int, int]  # batch, phase, group, and place in the group, from its start or (below 0) its end
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def plan(recipe: Recipe, blocks: Sequence[int] | None = None, methods: Sequence[
             elif method.startswith("blocks"):
                 rows.append(planner.blocks_row(method, split))
             elif count > 1:
-                # Of all turns the first block's is the largest: every layer above it keeps its activations.
-                sizes = (len(split[0]), layers - len(split[0]))
-                rows.append(_row(method, count, planner.count("block_coordinate", sizes)))
+                rows.append(_row(method, count, planner.largest_turn(split)))
     return rows
 
 
@@ -98,13 +96,13 @@ class _Planner:
 
     recipe: Recipe
     settings: TrainSettings
-    _known: dict[tuple[str, Sizes], dict[Moment, Bytes]] = field(default_factory=dict)
+    _known: dict[tuple[str, Sizes, int], dict[Moment, Bytes]] = field(default_factory=dict)
 
     def blocks_row(self, method: str, split: tuple[tuple[int, ...], ...]) -> Row:
         sizes = tuple(map(len, split))
         if self.recipe.shell == "joint":
             # All blocks are resident, one is trained: counted as they are, not on shallow stacks.
-            found = _highest(self._simulate("joint", sizes))
+            found = _highest(self._moments("joint", sizes))
         else:
             found = self.count("blocks", (max(sizes),))
         row = _row(method, len(sizes), found)
@@ -112,30 +110,47 @@ class _Planner:
         row.of_which["noisy_stream"] = found["most"] - alone["most"]
         return row
 
-    def count(self, kind: str, sizes: Sizes) -> Bytes:
-        """Peak bytes by kind for groups of so many layers; deep groups from shallow ones."""
+    def largest_turn(self, split: tuple[tuple[int, ...], ...]) -> Bytes:
+        """Block-coordinate descent at its highest: in the first block's turn every layer keeps its activations, a
+        larger block has more states, and the last one has the head's."""
+        found = []
+        for number in {0, _largest(split), len(split) - 1}:
+            active = len(split[number])
+            below = sum(map(len, split[:number]))
+            above = sum(map(len, split)) - below - active
+            # Layers below the active block are a group without activations, those above one without gradients.
+            sizes = tuple(size for size in (below, active, above) if size)
+            found.append(self.count("block_coordinate", sizes, turn=int(below > 0)))
+        return max(found, key=lambda turn: turn["total"])
+
+    def count(self, kind: str, sizes: Sizes, turn: int = 0) -> Bytes:
+        """Peak bytes by kind for groups of so many layers, in the turn of one; deep groups from shallow ones."""
         base = tuple(size if size <= SHALLOW + 1 else SHALLOW for size in sizes)
-        at_base = self._simulate(kind, base)
+        at_base = self._moments(kind, base, turn)
         moments = {moment: dict(found) for moment, found in at_base.items()}
         for group, size in enumerate(sizes):
             if size == base[group]:
                 continue
-            deeper = self._simulate(kind, (*base[:group], SHALLOW + 1, *base[group + 1 :]))
+            deeper = self._moments(kind, (*base[:group], SHALLOW + 1, *base[group + 1 :]), turn)
             for moment, found in moments.items():
                 for name in found:
                     found[name] += (size - SHALLOW) * (deeper[moment][name] - at_base[moment][name])
         return _highest(moments)
 
-    def _simulate(self, kind: str, sizes: Sizes) -> dict[Moment, Bytes]:
+    def _moments(self, kind: str, sizes: Sizes, turn: int = 0) -> dict[Moment, Bytes]:
         """Peak bytes by kind within each moment of an update whose optimizer states exist."""
-        if (kind, sizes) not in self._known:
+        if (kind, sizes, turn) not in self._known:
             network = replace(self.recipe.network, layers=sum(sizes))
             # Which noise levels a block owns takes no memory: any law will do.
             recipe = replace(self.recipe, network=network, blocks=len(sizes), layer_split=sizes, noise=NoiseSettings())
             family = shaped_family(recipe)
             job = _job(kind, family, self.settings)
-            self._known[kind, sizes] = _simulate(job, self.settings, sizes, family.read_out)
-        return self._known[kind, sizes]
+            self._known[kind, sizes, turn] = _simulate(job, self.settings, sizes, turn, family.read_out)
+        return self._known[kind, sizes, turn]
+
+
+def _largest(split: tuple[tuple[int, ...], ...]) -> int:
+    return max(range(len(split)), key=lambda block: len(split[block]))
 
 
 def _highest(moments: dict[Moment, Bytes]) -> Bytes:
@@ -160,7 +175,7 @@ def _job(kind: str, family: Family, settings: TrainSettings) -> Job:
     if kind in ("end_to_end", "block_coordinate"):
         (job,) = baseline(kind).jobs(family, lambda block: batches, settings)
         return job
-    number = max(range(family.partition.blocks), key=lambda block: len(family.partition.layers[block]))
+    number = _largest(family.partition.layers)
 
     def losses(module: nn.Module, batch: Any, step: int) -> Tensor:
         return family.losses(module, batch, Draw(number, torch.ones(settings.batch_size)), None)
@@ -169,7 +184,7 @@ def _job(kind: str, family: Family, settings: TrainSettings) -> Job:
     return Job(kind, len(family.partition.layers[number]), build, batches, losses)
 
 
-def _simulate(job: Job, settings: TrainSettings, sizes: Sizes, read_out: int) -> dict[Moment, Bytes]:
+def _simulate(job: Job, settings: TrainSettings, sizes: Sizes, turn: int, read_out: int) -> dict[Moment, Bytes]:
     with FakeTensorMode():
         fabric = make_fabric(settings)
         with fabric.device:
@@ -180,13 +195,14 @@ def _simulate(job: Job, settings: TrainSettings, sizes: Sizes, read_out: int) ->
         inner = _optimizer(network, settings)
         module, optimizer = fabric.setup(network, inner, move_to_device=False)
         if job.active is not None:
-            activate(job.active(network, 0), network, inner)
+            activate(job.active(network, turn), network, inner)
         _make_states(network, inner)
         meter = _PlanMeter(read_out)
         meter.watch(network, inner, average)
         meter.follow(network, sizes)
+        told = replace(job, batches=lambda step: meter.next_batch(job.batches(step)))
         with meter:
-            backpropagate(fabric, module, optimizer, job, settings, update=0)
+            backpropagate(fabric, module, optimizer, told, settings, update=0)
             optimizer.step()
             optimizer.zero_grad()
         shell = _shell_bytes(network, inner)
@@ -200,7 +216,7 @@ class _PlanMeter(MemoryMeter):
         super().__init__()
         self._read_out = read_out
         self._live["logits"] = 0
-        self._now: Moment = ("start", 0, 0)
+        self._now: Moment = (0, "start", 0, 0)
         self.moments: dict[Moment, Bytes] = {}
         self.widest = 0
 
@@ -214,20 +230,26 @@ class _PlanMeter(MemoryMeter):
             # From the end, but for the first two: the same name in a deeper stack.
             self._mark(layer, group, place if place < SHALLOW // 2 else place - sizes[group])
 
+    def next_batch(self, batch: Any) -> Any:
+        """Passes a batch on; the moments of accumulated batches differ, for the first one's gradients stay."""
+        self._now = (self._now[0] + 1, "start", 0, 0)
+        return batch
+
     def _mark(self, layer: nn.Module, group: int, place: int) -> None:
         def enter(*_: Any) -> None:
-            phase = "backward" if self._now[0] == "backward" else "forward"  # recomputed, where checkpointed
-            self._now = (phase, group, place)
+            batch, phase = self._now[:2]
+            # In the backward pass a layer is entered to recompute it.
+            self._now = (batch, phase if phase == "backward" else "forward", group, place)
 
         def enter_backward(_: Tensor) -> None:
-            self._now = ("backward", group, place)
+            self._now = (self._now[0], "backward", group, place)
 
         def leave(module: nn.Module, inputs: Any, outputs: Streams) -> None:
             for output in outputs:
                 if output is not None and output.requires_grad:
                     output.register_hook(enter_backward)
-            if self._now[0] == "forward":
-                self._now = ("read-out", 0, 0)
+            if self._now[1] == "forward":
+                self._now = (self._now[0], "read-out", 0, 0)
 
         self._hooks += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
 
