@@ -22,6 +22,7 @@ from diffusionblocks.errors import InputError
 from diffusionblocks.evaluate import chain_report
 from diffusionblocks.executors.local import run_in_order, run_in_rotation
 from diffusionblocks.partition import plan_walk
+from diffusionblocks.report import loss_curve
 from diffusionblocks.residency import HostMemory
 from diffusionblocks.run import BlockJob, Run, run_job, start_block
 
@@ -53,6 +54,14 @@ def test_rotation_gives_the_bits_of_training_in_order(
     host = HostMemory() if place == "host" else None
     run_in_rotation(jobs(tiny, tmp_path / "turns"), partial(run_job, host=host), visit)
     assert weights(tmp_path / "turns") == weights(in_order)
+
+
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_loss_curves_have_no_gap(tiny: Recipe, in_order: Path, tmp_path: Path, place: str) -> None:
+    host = HostMemory() if place == "host" else None
+    run_in_rotation(jobs(tiny, tmp_path / "turns"), partial(run_job, host=host), 3)
+    for part in PARTS:
+        assert loss_curve(tmp_path / "turns", part) == loss_curve(in_order, part)
 
 
 def test_host_memory_keeps_the_ema_too(tiny: Recipe, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from diffusionblocks import cli
 from diffusionblocks.cli import main
 from diffusionblocks.config import Recipe
+from diffusionblocks.report import loss_curve
 from diffusionblocks.run import BlockJob, Run, run_job
 from diffusionblocks.train import Stopped
 
@@ -43,6 +44,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(tiny: Recipe, tmp_path: Path) 
     run_job(BlockJob(tiny, "block-0", str(tmp_path / "stopped")))
     at_once, stopped = (tmp_path / name / "block-0.safetensors" for name in ("at-once", "stopped"))
     assert at_once.read_bytes() == stopped.read_bytes()
+    assert loss_curve(tmp_path / "at-once", "block-0") == loss_curve(tmp_path / "stopped", "block-0")
 
 
 def test_a_request_after_the_last_update_does_not_stop(tiny: Recipe, tmp_path: Path) -> None:

@@ -235,16 +235,15 @@ def _train(
         with writing(folder.path / "logs"):
             log.log_metrics(figures, step=update)
         if state.update % settings.checkpoint_every == 0 or state.update == (end if host is None else settings.updates):
-            with writing(folder.path / "logs"):
-                log.save()
-            _save(folder, job, state, network, optimizer, average)
+            _save(folder, job, state, network, optimizer, average, log)
         if progress is not None:
             progress(job.part, state.update, loss)
     if state.update < end:
-        _save(folder, job, state, network, optimizer, average)
+        _save(folder, job, state, network, optimizer, average, log)
         raise Stopped(f"{job.part} stopped after update {state.update} of {settings.updates}")
     if state.update < settings.updates:
         if host is not None:
+            _save_log(folder, log)
             state.tensors = training_state(network, optimizer.optimizer, average)
             host.page_out(folder, job.part, state)
         return None
@@ -335,10 +334,16 @@ def _note(figures: dict[str, Any], seconds: float, meter: MemoryMeter | None, tu
 
 
 def _save(
-    folder: RunFolder, job: Job, state: State, network: nn.Module, optimizer: Any, average: nn.Module | None
+    folder: RunFolder, job: Job, state: State, network: nn.Module, optimizer: Any, average: nn.Module | None, log: Any
 ) -> None:
+    _save_log(folder, log)
     tensors = training_state(network, optimizer.optimizer, average)
     folder.save_state(job.part, State(state.update, tensors, state.figures))
+
+
+def _save_log(folder: RunFolder, log: Any) -> None:
+    with writing(folder.path / "logs"):
+        log.save()
 
 
 def make_fabric(settings: TrainSettings) -> Fabric:
