@@ -92,6 +92,11 @@ def test_planned_is_counted_for_a_joint_shell(tmp_path: Path) -> None:
     assert_planned_is_counted(replace(recipe, shell="joint"), "blocks", tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:sigma_data")
+def test_planned_is_counted_for_the_published_recipe(tmp_path: Path) -> None:
+    assert_planned_is_counted(recipes.paper(recipe_of(updates=6, **SIZES["small"])), "blocks", tmp_path)
+
+
 @pytest.mark.parametrize("chunk", [0, 16])
 @pytest.mark.parametrize("vocabulary", [256, 32_000])
 @pytest.mark.parametrize("method", ["blocks", "blocks_checkpointed", "end_to_end"])
@@ -223,13 +228,18 @@ ROWS = [
         (400, "blocks", 4, "checkpointing end to end fits as well"),
         (399, "blocks", 4, "end to end doesn't"),
         (259, "blocks_checkpointed", 4, "end to end doesn't"),
-        (149, None, None, "nothing fits"),
+        (149, None, None, "nothing fits into 0.1 KiB: the least is blocks checkpointed with 4 block(s)"),
     ],
 )
 def test_the_cheapest_that_fits_is_recommended(budget: int, method: str | None, blocks: int | None, says: str) -> None:
     found = recommend(ROWS, budget)
     assert (found["method"], found["blocks"]) == (method, blocks)
     assert says in found["why"]
+
+
+def test_nothing_is_said_of_methods_that_were_not_planned() -> None:
+    assert "end to end" not in recommend([row("blocks", 2, 10)], 100)["why"]
+    assert recommend([row("block_coordinate", 2, 10)], 100)["method"] == "block_coordinate"
 
 
 def test_checkpointing_end_to_end_is_recommended_where_no_block_fits_without() -> None:
@@ -299,6 +309,7 @@ def test_a_budget_that_nothing_fits_is_told(capsys: pytest.CaptureFixture[str]) 
         (["train", "llama-7b"], "is a size to plan, with no data to train on"),
         ([*NARROW, "--budget=much"], "budget 'much' isn't a size"),
         (["plan", "vit-digits", "--methods=magic"], "unknown method 'magic'"),
+        (["plan", "vit-digits", "--methods=[]"], "there is nothing to plan: choose methods of end_to_end"),
         (["plan", "vit-digits", "--out=folder"], "unknown option '--out=folder'"),
         (["plan", "llama-7b", "--patch=4"], "unknown option '--patch=4'"),
     ],

@@ -64,8 +64,10 @@ def plan(recipe: Recipe, blocks: Sequence[int] | None = None, methods: Sequence[
         methods: which of `METHODS`.
 
     Raises:
-        InputError: an unknown method, or a number of blocks that the layers can't be cut into.
+        InputError: no method or an unknown one, or a number of blocks that the layers can't be cut into.
     """
+    if not methods:
+        raise InputError(f"there is nothing to plan: choose methods of {', '.join(METHODS)}")
     for method in methods:
         if method not in METHODS:
             raise InputError(f"unknown method '{method}': choose {', '.join(METHODS)}")
@@ -185,7 +187,8 @@ def _job(kind: str, family: Family, settings: TrainSettings) -> Job:
 
 
 def _simulate(job: Job, settings: TrainSettings, sizes: Sizes, turn: int, read_out: int) -> dict[Moment, Bytes]:
-    with FakeTensorMode():
+    # Tables that the family holds are real: they become fake where they are read.
+    with FakeTensorMode(allow_non_fake_inputs=True):
         fabric = make_fabric(settings)
         with fabric.device:
             network = job.build()
@@ -356,13 +359,13 @@ def recommend(rows: Sequence[Row], budget: int) -> dict[str, Any]:
     Returns:
         method, blocks, peak_bytes and a sentence `why`; method None where nothing fits.
     """
-    candidates = [row for row in rows if not row.method.startswith("block_coordinate")]
+    candidates = [row for row in rows if not row.method.startswith("block_coordinate")] or list(rows)
     fitting = [row for row in candidates if row.peak_bytes["total"] <= budget]
     if not fitting:
         least = min(candidates, key=lambda row: row.peak_bytes["total"])
         why = (
-            f"nothing fits into {show_bytes(budget)}: the least is {least.method} with {least.blocks} block(s), "
-            f"{show_bytes(least.peak_bytes['total'])}; a smaller batch_size or precision bf16-mixed lowers activations"
+            f"nothing fits into {show_bytes(budget)}: the least is {least.method.replace('_', ' ')} "
+            f"with {least.blocks} block(s), {show_bytes(least.peak_bytes['total'])}; a smaller batch_size or precision bf16-mixed lowers activations"
         )
         return {"method": None, "blocks": None, "peak_bytes": least.peak_bytes, "why": why}
     best = min(fitting, key=_price)
@@ -371,7 +374,7 @@ def recommend(rows: Sequence[Row], budget: int) -> dict[str, Any]:
         why += ": nothing has to be cut"
     elif any(row.method == "end_to_end_checkpointed" for row in fitting):
         why += "; checkpointing end to end fits as well, and would do for a third more computation"
-    else:
+    elif {"end_to_end", "end_to_end_checkpointed"} <= {row.method for row in rows}:
         why += "; end to end doesn't, with checkpointing or without"
     return {"method": best.method, "blocks": best.blocks, "peak_bytes": best.peak_bytes, "why": why}
 
