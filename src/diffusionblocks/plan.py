@@ -365,7 +365,8 @@ def recommend(rows: Sequence[Row], budget: int) -> dict[str, Any]:
         least = min(candidates, key=lambda row: row.peak_bytes["total"])
         why = (
             f"nothing fits into {show_bytes(budget)}: the least is {least.method.replace('_', ' ')} "
-            f"with {least.blocks} block(s), {show_bytes(least.peak_bytes['total'])}; a smaller batch_size or precision bf16-mixed lowers activations"
+            f"with {least.blocks} block(s), {show_bytes(least.peak_bytes['total'])}; "
+            "a smaller batch_size or precision bf16-mixed lowers activations"
         )
         return {"method": None, "blocks": None, "peak_bytes": least.peak_bytes, "why": why}
     best = min(fitting, key=_price)
